@@ -1,0 +1,101 @@
+"""The compiled core, where it was built: its verbs, or stand-ins that decline every call.
+
+Each verb returns None for what it doesn't take and leaves everything as it was; the caller then
+words the error or takes another road. Without the extension every call is declined, the first one
+with a notice.
+
+LINATTN_REQUIRE_NATIVE=1 makes a missing extension an ImportError.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from types import ModuleType
+from typing import Any
+
+__all__ = [
+    "REMEDY",
+    "VERBS",
+    "absorb",
+    "attend",
+    "extension",
+    "know",
+    "query",
+    "reason",
+    "step",
+    "use",
+]
+
+VERBS = ("attend", "absorb", "query", "step")
+REMEDY = (
+    "install a C++17 compiler and run `pip install --force-reinstall --no-binary linattn linattn`, "
+    "or install a wheel built for this platform"
+)
+
+extension: ModuleType | None = None
+reason = ""  # why there is no extension
+
+_known: set[int] = set()  # type numbers of bfloat16 that the extension was told
+
+
+def _declined(*args: Any) -> Any:
+    return None
+
+
+def _missing(*args: Any) -> Any:
+    use("declined")
+    warnings.warn(
+        f"linattn's compiled core is missing ({reason}); the slower array backend serves. To get "
+        f"it, {REMEDY}.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return None
+
+
+# Looked up as attributes of this module at each call, so that `use` can exchange them.
+attend: Any = _missing
+absorb: Any = _missing
+query: Any = _missing
+step: Any = _missing
+
+
+def use(what: str) -> None:
+    """Which functions answer: "native", "missing" (a notice first) or "declined"."""
+    for verb in VERBS:
+        if what == "native":
+            globals()[verb] = getattr(extension, verb)
+        else:
+            globals()[verb] = _missing if what == "missing" else _declined
+
+
+def know(dtype: Any) -> None:
+    """Tell the extension a dtype that NumPy itself doesn't have."""
+    if extension is not None and dtype.name == "bfloat16" and dtype.num not in _known:
+        extension.register_bfloat16(dtype.num)
+        _known.add(dtype.num)
+
+
+def _load() -> None:
+    global extension, reason
+    try:
+        found = importlib.import_module("linattn._native")
+    except ImportError as error:
+        reason = "it was not built" if isinstance(error, ModuleNotFoundError) else str(error)
+        if os.environ.get("LINATTN_REQUIRE_NATIVE", "0") not in ("", "0"):
+            raise ImportError(
+                f"LINATTN_REQUIRE_NATIVE is set, and linattn's compiled core is missing: {reason}; "
+                f"{REMEDY}"
+            ) from error
+        return
+    absent = [verb for verb in VERBS if not hasattr(found, verb)]
+    if absent:
+        reason = f"it lacks {', '.join(absent)}"
+        return
+    extension = found
+    use("native")
+
+
+_load()
