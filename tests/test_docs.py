@@ -15,10 +15,10 @@ ROOT = Path(__file__).parents[1]
 OPTIONAL = {"dask", "jax", "torch"}  # frameworks whose front ends are skipped where they're missing
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
-MODULES = ["linattn"] + sorted(
-    module.name
-    for module in pkgutil.walk_packages(linattn.__path__, "linattn.", onerror=lambda name: None)
-    if not module.name.endswith("._native")
+MODULES = sorted(
+    {"linattn"}
+    | {module.name for module in pkgutil.walk_packages(linattn.__path__, "linattn.", lambda _: None)}
+    - {"linattn._native"}
 )
 PAGES = [
     page
@@ -52,7 +52,9 @@ def test_page(page, tmp_path, monkeypatch):
     for block in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         line = text.count("\n", 0, block.start()) + 1
         if ">>>" in block[1]:
-            example = doctest.DocTestParser().get_doctest(block[1], names, page.name, str(page), line)
+            example = doctest.DocTestParser().get_doctest(
+                block[1], names, page.name, str(page), line
+            )
             runner.run(example, clear_globs=False)
             names.update(example.globs)
         else:

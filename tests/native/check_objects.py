@@ -3,9 +3,10 @@
     check_objects.py objects ISA FILE...   one set's object files
     check_objects.py linked FILE           an executable that links them all, not stripped
 
-An inline function that two sets share is merged by the linker, which keeps any one of the copies: the
-AVX-512 one, say, on every machine. So each symbol that an object defines for others must lie in the
-namespace of its set, nothing may run at load time, and no other code may use a VEX or EVEX encoding.
+An inline function that two sets share is merged by the linker, which keeps any one of the copies:
+the AVX-512 one, say, on every machine. So each symbol that an object defines for others must lie in
+the namespace of its set, nothing may run at load time, and no other code may use an instruction of
+a wider set.
 """
 
 import os
@@ -79,7 +80,9 @@ def check_linked(path):
 
 def main(mode, *arguments):
     problems = list(
-        check_objects(arguments[0], arguments[1:]) if mode == "objects" else check_linked(*arguments)
+        check_objects(arguments[0], arguments[1:])
+        if mode == "objects"
+        else check_linked(*arguments)
     )
     print("\n".join(problems) or "ok")
     return bool(problems)
