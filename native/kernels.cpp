@@ -1,29 +1,74 @@
-// Compiled once for each instruction set, with LINATTN_ISA_NS naming the set. Nothing in here may be
-// shared between the sets: no inline function of a standard header that the linker could merge.
+// The kernels of one instruction set (LINATTN_ISA_NS), gathered into its table.
+//
+// Shapes: phi(k): (rows, D), v: (rows, d_v), kv: (D, d_v), k_sum: (D). The working precision T is float for float32
+// and the halves, double for float64.
 #include "kernels.h"
 
-#define LINATTN_STR2(x) #x
-#define LINATTN_STR(x) LINATTN_STR2(x)
+#include "absorb.h"
+#include "causal.h"
+#include "quadratic.h"
+#include "query.h"
+#include "step.h"
+
+#define LINATTN_STRING_(x) #x
+#define LINATTN_STRING(x) LINATTN_STRING_(x)
 
 namespace linattn {
 namespace LINATTN_ISA_NS {
-namespace {
 
-float sum(const float* x, long n) {
-  float s[16] = {};
-  long i = 0;
-  for (; i + 16 <= n; i += 16)
-    for (int j = 0; j < 16; ++j) s[j] += x[i + j];
-  float total = 0;
-  for (int j = 0; j < 16; ++j) total += s[j];
-  for (; i < n; ++i) total += x[i];
-  return total;
+template <class T>
+static int64_t scratch_bytes_of(const Layer& layer) {
+  const Widths<T> w(layer);
+  const int64_t item = sizeof(T);
+  const int64_t block = max_of(rows_per_block<T>(kFlushRows, w.d_pad), rows_per_block<T>(kQueryRows, w.d_pad));
+  const int64_t blocks = block * (w.d_row + w.v_row + 4) * item + block;
+  const int64_t chunks = (kChunk * (2 * w.d_row + 2 * w.v_row + 4) + (w.d_pad + kChunk) * kChunkRow<T>) * item;
+  const int64_t quadratic = kChunk * (w.v_row + 1) * 8 + prepared_bytes_of<T>(layer);
+  const int64_t rows = 4 * (w.d_row + w.v_row) * 8;
+  return blocks + chunks + quadratic + rows + 32 * 64;  // each of the pieces is rounded up to 64 bytes
 }
 
-}  // namespace
+// Calls f(T) with the working precision of the layer.
+template <class F>
+static inline auto in_precision(const Layer& layer, F&& f) {
+  return layer.dtype == DType::float64 ? f(double()) : f(float());
+}
 
-extern const Kernels kernels;
-const Kernels kernels = {LINATTN_STR(LINATTN_ISA_NS), sum};
+static int64_t scratch_bytes(const Layer& layer) {
+  return in_precision(layer, [&](auto t) { return scratch_bytes_of<decltype(t)>(layer); });
+}
+static int64_t prepared_bytes(const Layer& layer) {
+  return in_precision(layer, [&](auto t) { return prepared_bytes_of<decltype(t)>(layer); });
+}
+static void absorb(const Layer& layer, StateRef state, View k, View v, MaskView mask, int64_t begin, int64_t end,
+                   void* scratch) {
+  in_precision(layer, [&](auto t) { absorb_of<decltype(t)>(layer, state, k, v, mask, begin, end, scratch); });
+}
+static void prepare(const Layer& layer, StateRef state, void* prepared) {
+  in_precision(layer, [&](auto t) { prepare_of<decltype(t)>(layer, state, prepared); });
+}
+static void query(const Layer& layer, const void* prepared, View q, OutView out, int64_t begin, int64_t end,
+                  void* scratch) {
+  in_precision(layer, [&](auto t) { query_of<decltype(t)>(layer, prepared, q, out, begin, end, scratch); });
+}
+static void causal(const Layer& layer, StateRef state, const Heads& heads, int64_t begin, int64_t end, void* prepared,
+                   void* scratch) {
+  in_precision(layer,
+               [&](auto t) { causal_of<decltype(t)>(layer, state, heads, begin, end, prepared, scratch); });
+}
+static void quadratic(const Layer& layer, View q, View k, View v, MaskView mask, int64_t n_k, OutView out,
+                      int64_t begin, int64_t end, void* scratch) {
+  in_precision(layer, [&](auto t) {
+    quadratic_of<decltype(t)>(layer, q, k, v, mask, n_k, out, begin, end, scratch);
+  });
+}
+static void step(const Layer& layer, StateRef state, const Heads& heads, void* scratch) {
+  in_precision(layer, [&](auto t) { step_of<decltype(t)>(layer, state, heads, scratch); });
+}
+
+extern const Kernels kTable = {
+    LINATTN_STRING(LINATTN_ISA_NS), scratch_bytes, absorb, prepared_bytes, prepare, query, causal, quadratic, step,
+};
 
 }  // namespace LINATTN_ISA_NS
 }  // namespace linattn

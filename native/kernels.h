@@ -1,25 +1,96 @@
-// The table of functions that each instruction set provides.
+// What one instruction set offers: a table of functions over single (positions x features) matrices.
+// Pointers, sizes and byte strides; no Python, no threads, no batches.
 #pragma once
+
+#include <stdint.h>
 
 namespace linattn {
 
-struct Kernels {
-  const char* name;
-  float (*sum)(const float* x, long n);  // placeholder
+enum class DType : uint8_t { float32, float64, float16, bfloat16 };
+enum class Map : uint8_t { identity, elu1, relu, squared_relu, exp, softplus, sigmoid };
+
+// The scale of a feature that has seen no key (see StateRef::log_scale).
+constexpr int32_t kEmpty = -(1 << 30);
+
+// (rows, columns) at data + i * row + j * col, strides in bytes of any sign, zero included.
+struct View {
+  const char* data;
+  int64_t row, col;
 };
 
-#define LINATTN_DECLARE_ISA(ns) \
-  namespace ns {                \
-  extern const Kernels kernels; \
-  }
-LINATTN_DECLARE_ISA(avx512)
-LINATTN_DECLARE_ISA(avx2)
-LINATTN_DECLARE_ISA(baseline)
-LINATTN_DECLARE_ISA(neon)
-LINATTN_DECLARE_ISA(portable)
-#undef LINATTN_DECLARE_ISA
+struct OutView {
+  char* data;
+  int64_t row, col;
+};
 
-// The sets compiled in, widest first; ends with nullptr. Says nothing about this machine.
-const Kernels* const* compiled_kernels();
+// One byte a key, nonzero where it takes part; data == nullptr: all do.
+struct MaskView {
+  const uint8_t* data;
+  int64_t stride;
+};
+
+// The running sums, always double: kv: (D, d_v), k_sum: (D), both contiguous. For exponential maps the sums of
+// feature d are kept divided by 2^log_scale[d]; nullptr for all other maps.
+struct StateRef {
+  double* kv;
+  double* k_sum;
+  int32_t* log_scale;
+};
+
+// What all rows of one call share.
+struct Layer {
+  DType dtype;
+  Map map;
+  bool normalize;
+  int64_t features;  // D
+  int64_t d_v;
+  double eps;
+};
+
+// One attention of n_k keys and n_q queries each for `groups` query heads that share them.
+struct Heads {
+  const View* q;       // one a group
+  const OutView* out;  // one a group
+  int64_t groups;
+  View k, v;
+  MaskView mask;
+};
+
+struct Kernels {
+  const char* name;
+  // Bytes of scratch memory that any function below needs for this layer, 64-byte aligned.
+  int64_t (*scratch_bytes)(const Layer&);
+  // state += the sums of rows [begin, end) of k and v.
+  void (*absorb)(const Layer&, StateRef, View k, View v, MaskView, int64_t begin, int64_t end, void* scratch);
+  // Bytes of, and the state in the form that queries read: rounded to the working precision, padded.
+  int64_t (*prepared_bytes)(const Layer&);
+  void (*prepare)(const Layer&, StateRef, void* prepared);
+  // out rows [begin, end) = queries of a prepared state.
+  void (*query)(const Layer&, const void* prepared, View q, OutView out, int64_t begin, int64_t end, void* scratch);
+  // Causal rows [begin, end); the state holds the keys before `begin` and afterwards those before `end`.
+  void (*causal)(const Layer&, StateRef, const Heads&, int64_t begin, int64_t end, void* prepared, void* scratch);
+  // out rows [begin, end) by (phi(q) phi(k)^T) v over all n_k keys.
+  void (*quadratic)(const Layer&, View q, View k, View v, MaskView, int64_t n_k, OutView out, int64_t begin,
+                    int64_t end, void* scratch);
+  // One position: absorb one key and value, then query `groups` rows.
+  void (*step)(const Layer&, StateRef, const Heads&, void* scratch);
+};
+
+// Compiled once an instruction set; a set that the compiler did not build has no symbol and is not listed.
+namespace avx512 {
+extern const Kernels kTable;
+}
+namespace avx2 {
+extern const Kernels kTable;
+}
+namespace baseline {
+extern const Kernels kTable;
+}
+namespace neon {
+extern const Kernels kTable;
+}
+namespace portable {
+extern const Kernels kTable;
+}
 
 }  // namespace linattn

@@ -13,6 +13,13 @@ constexpr int kTileVectors = kVectorRegisters >= 32 ? 4 : 2;
 constexpr int kTallRows = kVectorRegisters >= 32 ? 12 : 6;
 constexpr int kTallVectors = 2;
 
+// Hides from the compiler that a value does not change, so that it computes addresses from it in the loop.
+#if defined(__GNUC__) || defined(__clang__)
+#define LINATTN_OPAQUE(x) __asm__("" : "+r"(x))
+#else
+#define LINATTN_OPAQUE(x)
+#endif
+
 template <class T, int MR, int NV>
 struct Tile {
   Vec<T> at[MR][NV];
@@ -24,19 +31,42 @@ struct Tile {
       for (int j = 0; j < NV; ++j) at[i][j] = Vec<T>{};
   }
 
-  // at: (MR, NV * lanes) += a: (MR, depth) * b: (depth, NV * lanes); a(i, p) = a[i * a_row + p * a_col]
-  void multiply_add(int64_t depth, const T* a, int64_t a_row, int64_t a_col, const T* b, int64_t b_row) {
+  // at: (MR, NV * lanes) += a: (MR, depth) * b: (depth, NV * lanes)
+  void multiply_add(int64_t depth, const T* a, int64_t a_row, const T* b, int64_t b_row) {
+    // Rows 3, 4, 5 are reached from a second pointer, so that each address is base + stride * {0, 1, 2}. Left to
+    // itself the compiler keeps one offset a row, spills them and loads them back in the loop (-15 %).
+    const T* low = a;
+    const T* high = a + 3 * a_row;
+    for (int64_t p = 0; p < depth; ++p) {
+      LINATTN_OPAQUE(a_row);
+      Vec<T> right[NV];
+#pragma GCC unroll 4
+      for (int j = 0; j < NV; ++j) right[j] = load(b + j * kLanes<T>);
+#pragma GCC unroll 16
+      for (int i = 0; i < MR; ++i) {
+        const Vec<T> left = splat(i < 3 ? low[i * a_row] : high[(i - 3) * a_row]);
+#pragma GCC unroll 4
+        for (int j = 0; j < NV; ++j) at[i][j] += left * right[j];
+      }
+      ++low;
+      ++high;
+      b += b_row;
+    }
+  }
+
+  // at: (MR, NV * lanes) += a: (depth, MR)^T * b: (depth, NV * lanes)
+  void multiply_add_columns(int64_t depth, const T* a, int64_t a_row, const T* b, int64_t b_row) {
     for (int64_t p = 0; p < depth; ++p) {
       Vec<T> right[NV];
 #pragma GCC unroll 4
       for (int j = 0; j < NV; ++j) right[j] = load(b + j * kLanes<T>);
 #pragma GCC unroll 16
       for (int i = 0; i < MR; ++i) {
-        const Vec<T> left = splat(a[i * a_row]);
+        const Vec<T> left = splat(a[i]);
 #pragma GCC unroll 4
         for (int j = 0; j < NV; ++j) at[i][j] += left * right[j];
       }
-      a += a_col;
+      a += a_row;
       b += b_row;
     }
   }
@@ -60,7 +90,69 @@ struct Tile {
   }
 };
 
-// Calls body<MR>() for the `rows` (1..Max) that a sweep has left.
+template <class T, int MR, int NV>
+static inline void emit_tile(const Tile<T, MR, NV>& tile, const T* factor, T* to, int64_t to_row) {
+#pragma GCC unroll 16
+  for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < NV; ++j) store(to + i * to_row + j * kLanes<T>, tile.at[i][j] * factor[i]);
+}
+
+template <class T, int MR, int NV>
+static inline void keep_tile(const Tile<T, MR, NV>& tile, T* to, int64_t to_row) {
+#pragma GCC unroll 16
+  for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < NV; ++j) store(to + i * to_row + j * kLanes<T>, tile.at[i][j]);
+}
+
+// The whole life of a tile is one function that is not inlined: in a larger one the register allocator spills the
+// loop's counters and pointers (measured: -25 %).
+
+// out: (MR, NV * lanes) = a: (MR, depth) b: (depth, NV * lanes), row i times factor[i]
+template <class T, int MR, int NV>
+[[gnu::noinline]] static void product_tile(int64_t depth, const T* a, int64_t a_row, const T* b, int64_t b_row,
+                                           const T* factor, T* out, int64_t out_row) {
+  Tile<T, MR, NV> tile;
+  tile.zero();
+  tile.multiply_add(depth, a, a_row, b, b_row);
+  if (factor)
+    emit_tile(tile, factor, out, out_row);
+  else
+    keep_tile(tile, out, out_row);
+}
+
+// out: (MR, NV * lanes) = a: (depth, MR)^T b: (depth, NV * lanes)
+template <class T, int MR, int NV>
+[[gnu::noinline]] static void outer_tile(int64_t depth, const T* a, int64_t a_row, const T* b, int64_t b_row, T* out,
+                                         int64_t out_row) {
+  Tile<T, MR, NV> tile;
+  tile.zero();
+  tile.multiply_add_columns(depth, a, a_row, b, b_row);
+  keep_tile(tile, out, out_row);
+}
+
+// One tile of causal output: a state's part (depth D), the keys of the chunk before the tile (depth `before`), and
+// the triangle on the diagonal.
+template <class T, int MR, int NV>
+[[gnu::noinline]] static void causal_tile(int64_t features, const T* phi_q, int64_t q_row, const T* kv, int64_t kv_row,
+                                          int64_t before, const T* weights, int64_t weights_row, const T* v,
+                                          int64_t v_row, const T* factor, T* out, int64_t out_row) {
+  Tile<T, MR, NV> tile;
+  tile.zero();
+  tile.multiply_add(features, phi_q, q_row, kv, kv_row);
+  tile.multiply_add(before, weights, weights_row, v, v_row);
+  tile.multiply_add_triangle(weights + before, weights_row, v + before * v_row, v_row);
+  emit_tile(tile, factor, out, out_row);
+}
+
+// A compile-time number, handed to generic lambdas.
+template <int N>
+struct Count {
+  static constexpr int value = N;
+};
+
+// Calls body(Count<n>) for the n = min(rows, Max) that a sweep takes next.
 template <int Max, class Body>
 static inline void with_rows(int64_t rows, Body&& body) {
   if constexpr (Max > 1) {
@@ -69,7 +161,20 @@ static inline void with_rows(int64_t rows, Body&& body) {
       return;
     }
   }
-  body.template operator()<Max>();
+  body(Count<Max>{});
+}
+
+// Calls body(Count<NV>, first column) over the strips that cover `padded` columns (whole vectors).
+template <class T, int NV, class Body>
+static inline void for_strips(int64_t padded, Body&& body) {
+  int64_t c = 0;
+  for (; c + NV * kLanes<T> <= padded; c += NV * kLanes<T>) body(Count<NV>{}, c);
+  if constexpr (NV > 2)
+    if (c + 2 * kLanes<T> <= padded) {
+      body(Count<2>{}, c);
+      c += 2 * kLanes<T>;
+    }
+  for (; c < padded; c += kLanes<T>) body(Count<1>{}, c);
 }
 
 }  // namespace LINATTN_ISA_NS

@@ -98,7 +98,7 @@ static inline Vec<T> load_part(const T* p, int64_t count, T fill) {
 // min and max give the second operand when either is NaN, as the x86 instructions do: callers put the value
 // that may be NaN second.
 template <class T>
-static inline Vec<T> min_of(Vec<T> a, Vec<T> b) {
+static inline Vec<T> vmin(Vec<T> a, Vec<T> b) {
 #if defined(__AVX512F__)
   if constexpr (kVectorBytes == 64 && sizeof(T) == 4) return (Vec<T>)_mm512_min_ps((__m512)a, (__m512)b);
   if constexpr (kVectorBytes == 64 && sizeof(T) == 8) return (Vec<T>)_mm512_min_pd((__m512d)a, (__m512d)b);
@@ -110,7 +110,7 @@ static inline Vec<T> min_of(Vec<T> a, Vec<T> b) {
 }
 
 template <class T>
-static inline Vec<T> max_of(Vec<T> a, Vec<T> b) {
+static inline Vec<T> vmax(Vec<T> a, Vec<T> b) {
 #if defined(__AVX512F__)
   if constexpr (kVectorBytes == 64 && sizeof(T) == 4) return (Vec<T>)_mm512_max_ps((__m512)a, (__m512)b);
   if constexpr (kVectorBytes == 64 && sizeof(T) == 8) return (Vec<T>)_mm512_max_pd((__m512d)a, (__m512d)b);

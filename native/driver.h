@@ -1,0 +1,45 @@
+// From one matrix to all: batches, grouped heads, packed sequences, threads.
+#pragma once
+
+#include <stdint.h>
+
+#include "kernels.h"
+
+namespace linattn {
+
+constexpr int kMaxAxes = 16;
+
+// One axis of the output's batch shape, with everybody's step along it (bytes; states in whole states; 0 where an
+// operand is broadcast). Axes with `keys` enumerate the states; the queries along the others share a state.
+struct Axis {
+  int64_t size;
+  bool keys;
+  int64_t q, k, v, mask, out, state;
+};
+
+enum class Form : uint8_t { parallel, causal, quadratic, absorb, query, step };
+
+struct Problem {
+  Form form;
+  Layer layer;
+  int64_t n_q = 0, n_k = 0;
+  // Packed sequences: offsets [0, ..., n], or nullptr for one sequence of n_q queries and n_k keys.
+  const int64_t* cu_seqlens = nullptr;
+  int64_t sequences = 1;
+  Axis axes[kMaxAxes];
+  int axis_count = 0;
+  View q{}, k{}, v{};
+  MaskView mask{};
+  OutView out{};
+  // The state before (kv == nullptr: empty) and after (kv == nullptr: not wanted). `after` is contiguous over
+  // (sequences, key axes). absorb and step work in place: there both are the same.
+  StateRef before{}, after{};
+};
+
+// Whether the quadratic order takes fewer operations; the rule of linattn.plan.
+bool prefers_quadratic(int64_t n_q, int64_t n_k, int64_t features, int64_t d_v, int64_t groups);
+
+// Runs the problem, on up to thread_count() threads. False: there was not enough memory.
+bool solve(const Problem& problem, const Kernels& kernels, int threads);
+
+}  // namespace linattn

@@ -1,0 +1,134 @@
+// exp and log1p over a vector: within about one unit in the last place, no tables, no branches.
+#pragma once
+
+#include "simd.h"
+
+namespace linattn {
+namespace LINATTN_ISA_NS {
+
+template <class T>
+struct Format;  // the numbers of an IEEE format that the elementary functions need
+
+template <>
+struct Format<float> {
+  static constexpr int kMantissaBits = 23;
+  static constexpr int kBias = 127;
+  static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding and subtracting it rounds to an integer
+  static constexpr float kLog2e = 1.44269504088896341f;
+  static constexpr float kLn2High = 0.693359375f;  // few bits, so that n * kLn2High is exact without FMA too
+  static constexpr float kLn2Low = -2.12194440054690583e-4f;
+  static constexpr float kExpUnderflow = -87.336544f;  // below: exp(x) is not a normal number, we give 0
+  static constexpr float kExpOverflow = 88.72283f;
+  static constexpr float kMinExponent = -126.0f;
+};
+
+template <>
+struct Format<double> {
+  static constexpr int kMantissaBits = 52;
+  static constexpr int kBias = 1023;
+  static constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52
+  static constexpr double kLog2e = 1.4426950408889634074;
+  static constexpr double kLn2High = 0.693147180369123816490;
+  static constexpr double kLn2Low = 1.90821492927058770002e-10;
+  static constexpr double kExpUnderflow = -708.39641853226408;
+  static constexpr double kExpOverflow = 709.78271289338397;
+  static constexpr double kMinExponent = -1022.0;
+};
+
+// exp(r) for |r| <= ln(2)/2, written 1 + r + r^2 q(r). float: q is the minimax polynomial of degree 4 for the
+// relative error (3e-9; fitted by Lawson's iteration). double: the Taylor series to r^13 (4e-18).
+static inline Vec<float> exp_reduced(Vec<float> r) {
+  Vec<float> q = r * 0.0013814599951729178f + 0.008368715643882751f;
+  q = q * r + 0.04166838899254799f;
+  q = q * r + 0.1666652113199234f;
+  q = q * r + 0.4999999403953552f;
+  return (q * r + 1.0f) * r + 1.0f;
+}
+
+static inline Vec<double> exp_reduced(Vec<double> r) {
+  Vec<double> q = r * (1.0 / 6227020800.0) + 1.0 / 479001600.0;
+  q = q * r + 1.0 / 39916800.0;
+  q = q * r + 1.0 / 3628800.0;
+  q = q * r + 1.0 / 362880.0;
+  q = q * r + 1.0 / 40320.0;
+  q = q * r + 1.0 / 5040.0;
+  q = q * r + 1.0 / 720.0;
+  q = q * r + 1.0 / 120.0;
+  q = q * r + 1.0 / 24.0;
+  q = q * r + 1.0 / 6.0;
+  q = q * r + 0.5;
+  return (q * r + 1.0) * r + 1.0;
+}
+
+// atanh(s) / s - 1 over z = s^2 <= 1/9, divided by z. float: minimax of degree 3 (5e-9); double: the series.
+static inline Vec<float> atanh_series(Vec<float> z) {
+  Vec<float> q = z * 0.14012232422828674f + 0.13999569416046143f;
+  q = q * z + 0.20010849833488464f;
+  return q * z + 0.3333320617675781f;
+}
+
+static inline Vec<double> atanh_series(Vec<double> z) {
+  Vec<double> q = splat(1.0 / 37.0);
+#pragma GCC unroll 20
+  for (int odd = 35; odd >= 3; odd -= 2) q = q * z + 1.0 / odd;
+  return q;
+}
+
+// exp(x) = mantissa * 2^exponent, exponent a whole number in a floating vector.
+template <class T>
+struct ExpParts {
+  Vec<T> mantissa, exponent;
+};
+
+template <class T>
+static inline ExpParts<T> exp_parts(Vec<T> x) {
+  using F = Format<T>;
+  const Vec<T> n = (x * F::kLog2e + F::kRound) - F::kRound;
+  const Vec<T> r = (x - n * F::kLn2High) - n * F::kLn2Low;
+  return {exp_reduced(r), n};
+}
+
+// 2^n for whole n from the least normal exponent up to the greatest.
+template <class T>
+static inline Vec<T> power_of_two(Vec<T> n) {
+  using F = Format<T>;
+  const Vec<T> biased = n + (F::kRound + F::kBias);  // the low bits of the mantissa are n + bias
+  return (Vec<T>)((IntVec<T>)biased << F::kMantissaBits);
+}
+
+// exp(x) for x <= 0; NaN gives no defined value (callers add a term that carries the NaN on).
+template <class T>
+static inline Vec<T> exp_nonpositive(Vec<T> x) {
+  using F = Format<T>;
+  const Vec<T> shifted = x * F::kLog2e + F::kRound;
+  const Vec<T> n = shifted - F::kRound;
+  const Vec<T> r = (x - n * F::kLn2High) - n * F::kLn2Low;
+  // n goes into the exponent field by an integer addition: one multiplication less than mantissa * 2^n
+  const IntVec<T> bits = (IntVec<T>)exp_reduced(r) + ((IntVec<T>)shifted << F::kMantissaBits);
+  return (Vec<T>)(bits & ~(IntVec<T>)(x < F::kExpUnderflow));
+}
+
+// exp(x), 0 below the normal numbers and infinity above them; NaN stays NaN.
+template <class T>
+static inline Vec<T> exp_of(Vec<T> x) {
+  using F = Format<T>;
+  const Vec<T> inside = vmin<T>(splat(F::kExpOverflow), vmax<T>(splat(F::kExpUnderflow), x));
+  const ExpParts<T> parts = exp_parts<T>(inside);
+  // the greatest exponent, one above the format's, is taken in two steps: 0.7 * 2^128 is a float, 2^128 is not
+  const Vec<T> greatest = splat(T(F::kBias));
+  const Vec<T> twice = (parts.exponent > greatest) ? splat(T(2)) : splat(T(1));
+  const Vec<T> y = parts.mantissa * power_of_two<T>(vmin<T>(greatest, parts.exponent)) * twice;
+  const Vec<T> above = (x > F::kExpOverflow) ? y * splat(__builtin_inff() * T(1)) : y;
+  return (x < F::kExpUnderflow) ? Vec<T>{} : above;
+}
+
+// log(1 + u) for 0 <= u <= 1, by 2 atanh(u / (2 + u)): exact to the relative precision for tiny u too.
+template <class T>
+static inline Vec<T> log1p_unit(Vec<T> u) {
+  const Vec<T> s = u / (u + 2);
+  const Vec<T> z = s * s;
+  return 2 * (s + s * (z * atanh_series(z)));
+}
+
+}  // namespace LINATTN_ISA_NS
+}  // namespace linattn
