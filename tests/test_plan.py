@@ -1,11 +1,11 @@
 """`plan`: the counts, the choice, the figures the README prints."""
 
 import dataclasses
-import importlib
 import random
 
 import pytest
 
+from linattn import backends
 from linattn.plan import Plan, plan, prefers_quadratic
 
 PRIMES = (1, 2, 3, 5, 7, 13, 31, 61, 67, 127, 131, 1021)
@@ -204,10 +204,9 @@ def test_errors(
 
 
 def test_the_native_core_repeats_the_rule() -> None:
-    try:
-        native = importlib.import_module("linattn._native")
-    except ImportError:
-        pytest.skip("the extension is not built")
+    native = backends.native.extension
+    if native is None:
+        pytest.skip(f"the extension is missing: {backends.native.reason}")
     rng = random.Random(1)
     for _ in range(2000):
         sizes = [rng.choice(PRIMES) for _ in range(4)]

@@ -38,7 +38,7 @@ Map = str | Callable[[Any], Any] | None
 EMPTY = -(2**30)
 """The log-scale of a feature to which no key has contributed."""
 
-BLOCK = 256  # rows and keys that meet in one matrix product
+BLOCK = 1024  # rows and keys that meet in one matrix product
 
 _LOG2_E = 1.4426950408889634
 # ln 2 in two parts; the first has 32 trailing zero bits, so that n times it is exact.
@@ -96,14 +96,14 @@ MAPS: dict[str, Callable[[Array], Array]] = {
 }
 """The maps by name, defined in float64."""
 
-# |x phi'(x)|: how far phi moves when x moves by its own size.
-_SWAY: dict[str, Callable[[Array], Array]] = {
-    "elu1": lambda x: np.where(x < 0, -x * np.exp(np.minimum(x, 0.0)), x),
-    "relu": _relu,
-    "squared_relu": lambda x: 2.0 * _squared_relu(x),
-    "softplus": lambda x: np.abs(x) * _sigmoid(x),
-    "sigmoid": lambda x: np.abs(x) * _sigmoid(x) * _sigmoid(-x),
-    "identity": np.abs,
+# |phi'(x)|
+_SLOPE: dict[str, Callable[[Array], Array]] = {
+    "elu1": lambda x: np.exp(np.minimum(x, 0.0)),
+    "relu": lambda x: np.where(x > 0, 1.0, 0.0),
+    "squared_relu": lambda x: 2.0 * np.maximum(x, 0.0),
+    "softplus": _sigmoid,
+    "sigmoid": lambda x: _sigmoid(x) * _sigmoid(-x),
+    "identity": np.ones_like,
 }
 
 
@@ -132,57 +132,66 @@ def _exp_parts(x: Array) -> _Features:
     return _Features(np.exp(r), n.astype(np.int64))
 
 
-def _name(feature_map: Map) -> str | None:
-    """The name under which this module defines the map; None for a callable it doesn't know."""
-    if feature_map is None:
-        return "elu1"
-    name = feature_map if isinstance(feature_map, str) else getattr(feature_map, "name", None)
-    if isinstance(feature_map, str) and name not in MAPS:
-        raise ValueError(f"feature_map: expected one of {', '.join(MAPS)}, got {name!r}")
-    return name if name in MAPS else None
+def _steps(feature_map: Map) -> tuple[Callable[[Array], Any] | None, str]:
+    """phi as a map of rows, or None, and then one of `MAPS` for each number.
+
+    An object with `kernel` and `project` says so itself; any other callable is all rows.
+    """
+    name = "elu1" if feature_map is None else feature_map
+    if isinstance(name, str):
+        if name not in MAPS:
+            raise ValueError(f"feature_map: expected one of {', '.join(MAPS)}, got {name!r}")
+        return None, name
+    if getattr(name, "kernel", None) in MAPS:
+        return getattr(name, "project", None), name.kernel  # type: ignore[attr-defined]
+    return name, "identity"
+
+
+def _exponential(feature_map: Map) -> bool:
+    """Whether a state needs a log-scale."""
+    return _steps(feature_map)[1] == "exp"
 
 
 def _features(x: Array, feature_map: Map) -> _Features:
     """phi(x), row by row: (..., n, d_k) -> (..., n, D)."""
-    name = _name(feature_map)
-    if name == "exp":
+    rows, kernel = _steps(feature_map)
+    if rows is not None:
+        x = _exact(rows(x))
+    if kernel == "exp":
         return _exp_parts(x)
-    if name is not None:
-        f = MAPS[name](x)
-    else:
-        assert callable(feature_map)
-        f = _exact(feature_map(x))
-    return _Features(f, np.zeros(f.shape, np.int64))
+    return _Features(MAPS[kernel](x), np.zeros(x.shape, np.int64))
 
 
 def _sway(x: Array, feature_map: Map) -> Array:
     """sum_e |x_e d phi / d x_e|, scaled as `_features` are: (..., n, d_k) -> (..., n, D)."""
-    name = _name(feature_map)
-    if name == "exp":
-        return np.abs(x) * _exp_parts(x).f
-    if name is not None:
-        return np.asarray(_SWAY[name](x))
-    assert callable(feature_map)
-    # An unknown map may mix the features of a row: move one coordinate at a time.
-    h = 2.0**-20
-    total: Array | None = None
-    for e in range(x.shape[-1]):
-        move = np.zeros(x.shape[-1])
-        move[e] = h
-        ahead, behind = _exact(feature_map(x * (1.0 + move))), _exact(feature_map(x * (1.0 - move)))
-        moved = np.abs(ahead - behind) / (2.0 * h)
-        total = moved if total is None else total + moved
-    assert total is not None
-    return total
+    rows, kernel = _steps(feature_map)
+    moved = np.abs(x)
+    if rows is not None:
+        # It may mix the numbers of a row: move one at a time, by differences.
+        h = 2.0**-20
+        y = _exact(rows(x))
+        moved = np.zeros(y.shape) if kernel == "identity" else np.abs(y)  # y is rounded as well
+        for e in range(x.shape[-1]):
+            step = np.where(np.arange(x.shape[-1]) == e, h, 0.0)
+            ahead, behind = _exact(rows(x * (1.0 + step))), _exact(rows(x * (1.0 - step)))
+            moved = moved + np.abs(ahead - behind) / (2.0 * h)
+        x = y
+    slope = _exp_parts(x).f if kernel == "exp" else _SLOPE[kernel](x)
+    return np.asarray(moved * slope)
 
 
 def default_eps(feature_map: Map) -> float:
-    """What ``eps=None`` means: 1e-6, and 0 for exponential maps.
+    """What ``eps=None`` means: 1e-6, and 0 for exponential maps, unless the map has its own.
 
+    Examples
+    --------
     >>> default_eps("relu"), default_eps("exp")
     (1e-06, 0.0)
     """
-    return 0.0 if _name(feature_map) == "exp" else 1e-6
+    own = getattr(feature_map, "eps", None)
+    if own is not None:
+        return float(own)
+    return 0.0 if _exponential(feature_map) else 1e-6
 
 
 # ---------------------------------------------------------------------- one head of one sequence
@@ -231,26 +240,39 @@ def _head_by_double_sum(
     numerator = (w @ before.kv).astype(np.longdouble)
     denominator = (w @ before.k_sum).astype(np.longdouble)
 
-    def add(i: slice, j: slice) -> None:
-        """Add the keys j, all of which are seen, to the rows i."""
+    def add(i: slice, j: slice, seen: Array | None = None) -> None:
+        """Add the keys j to the rows i: all of them, or where seen: (rows, keys) is True."""
         power = k.n[j].max(axis=0)
         left = _scale(q.f[i], q.n[i] + power - top[i, None])
         right = _scale(k.f[j], k.n[j] - power)
         scores = left @ right.T
+        if seen is not None:
+            scores = np.where(seen, scores, 0.0)
         numerator[i] += scores @ v[j]
         denominator[i] += scores.sum(axis=-1)
 
     for first in range(0, n_q, BLOCK):
         last = min(first + BLOCK, n_q)
+        i = slice(first, last)
         for begin in range(0, n_k, BLOCK):
             end = min(begin + BLOCK, n_k)
+            j = slice(begin, end)
             if sees[first] >= end:
-                add(slice(first, last), slice(begin, end))
-                continue
-            for i in range(first, last):
-                if sees[i] > begin:
-                    add(slice(i, i + 1), slice(begin, min(end, int(sees[i]))))
+                add(i, j)
+            elif sees[last - 1] > begin:  # on the diagonal
+                if _moderate(k.at(j), v[j]):
+                    add(i, j, np.arange(begin, end) < sees[i, None])
+                    continue
+                for row in range(first, last):
+                    if sees[row] > begin:
+                        add(slice(row, row + 1), slice(begin, min(end, int(sees[row]))))
     return _Ratio(numerator, denominator, top)
+
+
+def _moderate(k: _Features, v: Array) -> bool:
+    """Whether a zero score is as good as none: no NaN, no infinity, powers that share one scale."""
+    alike = int(k.n.max(initial=0)) - int(k.n.min(initial=0)) <= 256
+    return alike and bool(np.isfinite(k.f).all() and np.isfinite(v).all())
 
 
 def _head_by_recurrence(
@@ -451,7 +473,7 @@ def _attention(
             cu_seqlens,
             enable_gqa,
             state,
-            _name(feature_map) == "exp",
+            _exponential(feature_map),
         )
         eps = default_eps(feature_map) if eps is None else float(eps)
         out = _divide(problem.ratio(head), eps, normalize)
@@ -635,7 +657,7 @@ def error_bound(
         q, k, v = _exact(q), _exact(k), _exact(v)
         phi_q, phi_k = _features(q, feature_map), _features(k, feature_map)
         eps = default_eps(feature_map) if eps is None else float(eps)
-        exponential = _name(feature_map) == "exp"
+        exponential = _exponential(feature_map)
         common = (causal, key_mask, cu_seqlens, enable_gqa)
         ratio = _Problem(phi_q, phi_k, v, *common, state, exponential).ratio(_head_by_double_sum)
 
