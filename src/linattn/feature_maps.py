@@ -103,9 +103,9 @@ def elementwise(xp: Any, kernel: str, x: Array) -> Array:
     if kernel == "identity":
         return x
     if kernel == "elu1":
-        # exp(x) below 0, not (exp(x) - 1) + 1: that loses every digit of a small phi. The clip
-        # keeps the branch not taken from overflowing.
-        return xp.where(x >= 0, x + 1, xp.exp(xp.clip(x, None, 0)))
+        # x + 1 above 0 and 0 + exp(x) below, both exact; never (exp(x) - 1) + 1, which loses every
+        # digit of a small phi.
+        return xp.clip(x, 0, None) + xp.exp(xp.clip(x, None, 0))
     if kernel == "relu":
         return xp.clip(x, 0, None)
     if kernel == "squared_relu":
@@ -117,7 +117,7 @@ def elementwise(xp: Any, kernel: str, x: Array) -> Array:
     if kernel == "softplus":
         return xp.clip(x, 0, None) + xp.log1p(small)
     if kernel == "sigmoid":
-        return xp.where(x >= 0, 1 / (1 + small), small / (1 + small))
+        return xp.where(x >= 0, 1.0, small) / (1 + small)
     raise ValueError(f"kernel: expected one of {', '.join(_BY_NAME)}, got {kernel!r}")
 
 

@@ -203,40 +203,58 @@ def softmax(
     work = xp.float64 if q.dtype == xp.float64 else xp.float32
     n_q, n_k = q.shape[-2], k.shape[-2]
     lead = out.shape[:-2]
-    tall, wide = 128, 1024
+    tall, wide = min(n_q, 256), min(n_k, 512)
     with _quiet(xp):
-        for at in _indices(lead):
+        for at in _slabs(lead, max(tall * wide, 1)):
             qs, ks, vs = (_take(x, at, len(lead), 2) for x in (q, k, v))
             ms = None if key_mask is None else _take_mask(key_mask, at, len(lead))
             target = _take(out, at, len(lead), 2)
-            for a in range(0, n_q, tall):
-                rows = cast(qs[a : a + tall], work) * scale
-                end = min(a + tall, n_k) if causal else n_k
-                top = xp.full((rows.shape[0], 1), -xp.inf, dtype=work)
-                num: Array = xp.zeros((rows.shape[0], vs.shape[-1]), dtype=work)
-                den: Array = xp.zeros((rows.shape[0], 1), dtype=work)
-                for c in range(0, end, wide):
+            each = _size(target.shape[:-2])
+            # One buffer for all scores: fresh memory for each block would cost a page fault a page.
+            buffer = xp.empty(each * tall * wide, dtype=work)
+            a = 0
+            while a < n_q:
+                b = min(a + tall, n_q)
+                if causal and b - a > 1 and not xp.isfinite(cast(vs[..., a:b, :], work).sum()):
+                    b = a + 1  # so that no later value, times a weight of 0, gets in
+                rows = cast(qs[..., a:b, :], work) * scale
+                end = b if causal else n_k
+                top: Array = None
+                num: Array = 0
+                den: Array = 0
+                for c in range(0, end, max(wide, 1)):
                     d = min(c + wide, end)
-                    keys, values = cast(ks[c:d], work), cast(vs[c:d], work)
-                    scores = rows @ keys.swapaxes(-1, -2)
+                    keys, values = cast(ks[..., c:d, :], work), cast(vs[..., c:d, :], work)
+                    scores = buffer[: each * (b - a) * (d - c)]
+                    scores = scores.reshape((*target.shape[:-2], b - a, d - c))
+                    xp.matmul(rows, keys.swapaxes(-1, -2), out=scores)
                     hidden = None
                     if ms is not None:
-                        values = xp.where(ms[c:d, None], values, 0.0)
-                        hidden = ~ms[c:d]
-                    if causal and d > a:
-                        late = xp.arange(c, d) > xp.arange(a, a + rows.shape[0])[:, None]
+                        values = xp.where(ms[..., c:d, None], values, 0)
+                        hidden = ~ms[..., None, c:d]
+                    if causal and d > a + 1:
+                        late = xp.arange(c, d) > xp.arange(a, b)[:, None]
                         hidden = late if hidden is None else hidden | late
                     if hidden is not None:
-                        scores = xp.where(hidden, -xp.inf, scores)
-                    high = xp.maximum(top, xp.amax(scores, -1)[..., None])
-                    base = xp.where(high == -xp.inf, 0.0, high)
-                    scores -= base
-                    scores = xp.exp(scores)
-                    shrink = xp.exp(top - base)
-                    num = num * shrink + scores @ values
-                    den = den * shrink + scores.sum(-1)[..., None]
+                        scores[...] = xp.where(hidden, -xp.inf, scores)
+                    high = xp.amax(scores, -1)[..., None]
+                    if hidden is not None:  # rows that see nothing here: exp(-inf - 0) = 0
+                        high = xp.where(high == -xp.inf, xp.finfo(work).min, high)
+                    if top is not None:
+                        high = xp.maximum(top, high)
+                        shrink = xp.exp(top - high)
+                        num, den = num * shrink, den * shrink
+                    scores -= high
+                    xp.exp(scores, out=scores)
+                    num = num + scores @ values
+                    den = den + scores.sum(-1)[..., None]
                     top = high
-                target[a : a + tall] = xp.where(den == 0, 0.0, num / xp.where(den == 0, 1.0, den))
+                if end == 0:
+                    target[..., a:b, :] = 0
+                else:
+                    zero = den == 0
+                    target[..., a:b, :] = xp.where(zero, 0, num / xp.where(zero, 1, den))
+                a = b
 
 
 # One sequence
@@ -348,11 +366,7 @@ def _causal(
     """out[t] from before and the positions up to t; after = all of them.
 
     Chunk by chunk: the state answers for the earlier chunks, a product under the diagonal for the
-    chunk itself. Two things would let later rows of a chunk reach earlier ones: a key so large
-    that its feature's scale must rise, and a value that isn't finite (0 * NaN above the diagonal).
-    The chunk is cut before each such row. A cut chunk is computed as whole products of the same
-    sizes, with the other rows blanked, because a product of another size rounds otherwise: so the
-    bits of position t depend on no later one.
+    chunk itself. Whole chunks go several at a time, unless one of them has to be cut.
     """
     D, d_v = k.shape[-1], v.shape[-1]
     lead = out.shape[:-2]
@@ -362,54 +376,164 @@ def _causal(
         qs, ks, vs = (_take(x, at, len(lead), 2) for x in (q, k, v))
         ms = None if mask is None else _take_mask(mask, at, len(lead))
         target = _take(out, at, len(lead), 2)
-        for start in range(0, n, CHUNK):
-            stop = min(start + CHUNK, n)
-            size = stop - start
+        together = _rows(target.shape[:-2], max(D, d_v, CHUNK)) // CHUNK * CHUNK
+        whole = n // CHUNK * CHUNK
+        start = 0
+        while start < n:
+            stop = min(start + together, whole) if start < whole else n
             keys, powers, values = _keys(xp, ks, vs, kernel, ms, start, stop)
-            bad = _any_batch(~xp.isfinite(values))
-            row = xp.arange(size)
-            under = row[:, None] >= row
-            a = 0
-            while a < size:
-                if powers is not None:
-                    sums = _raised(xp, sums, powers[..., a, :])
-                b = _next_cut(xp, a, size, powers, sums[2], bad)
-                w, power = _queries(xp, qs[..., start:stop, :], kernel, sums[2])
-                part = keys
-                if powers is not None:
-                    part = keys * _power(xp, powers - sums[2][..., None, :])
-                inside, seen = values, under
-                if b - a < size:
-                    mine = (row >= a) & (row < b)
-                    part = xp.where(mine[:, None], part, 0.0)
-                    inside = xp.where(mine[:, None], values, 0.0)
-                    seen = under & mine
-                scores = xp.where(seen, w @ part.swapaxes(-1, -2), 0.0)
-                result = _ratio(
-                    xp,
-                    w @ sums[0] + scores @ inside,
-                    w @ sums[1][..., None] + scores.sum(-1)[..., None],
-                    power,
-                    eps,
-                    normalize,
+            rows = qs[..., start:stop, :]
+            first = sums
+            if powers is not None:
+                first = _raised(xp, sums, powers[..., 0, :])
+            if (
+                start < whole
+                and xp.isfinite(values.sum())
+                and not (powers is not None and _exceeds(powers, first[2][..., None, :]).any())
+            ):
+                result, sums = _chunks(
+                    xp, first, rows, keys, powers, values, kernel, eps, normalize
                 )
-                target[..., start + a : start + b, :] = result[..., a:b, :]
-                sums = (
-                    sums[0] + part.swapaxes(-1, -2) @ inside,
-                    sums[1] + part.sum(-2),
-                    sums[2],
-                )
-                a = b
+                target[..., start:stop, :] = result
+            else:
+                for a in range(0, stop - start, CHUNK):
+                    b = min(a + CHUNK, stop - start)
+                    sums = _one_chunk(
+                        xp,
+                        sums,
+                        rows[..., a:b, :],
+                        keys[..., a:b, :],
+                        None if powers is None else powers[..., a:b, :],
+                        values[..., a:b, :],
+                        kernel,
+                        eps,
+                        normalize,
+                        target[..., start + a : start + b, :],
+                    )
+            start = stop
         _store(_take_sums(after, at, len(lead)), sums)
 
 
-def _next_cut(
-    xp: Any, a: int, size: int, powers: Array | None, log_scale: Array | None, bad: Array
-) -> int:
+def _chunks(
+    xp: Any,
+    sums: Sums,
+    q: Array,
+    keys: Array,
+    powers: Array | None,
+    values: Array,
+    kernel: str,
+    eps: float,
+    normalize: bool,
+) -> tuple[Array, Sums]:
+    """The output of some whole chunks without a cut, and the sums after them.
+
+    To the bit what `_one_chunk` gives for each of them in turn: which of the two serves may
+    depend on later rows, and must not be seen in earlier ones.
+    """
+    kv, k_sum, log_scale = sums
+    w, power = _queries(xp, q, kernel, log_scale)
+    if powers is not None:
+        keys = keys * _power(xp, powers - log_scale[..., None, :])
+    w, keys, values = (_chunked(x) for x in (w, keys, values))
+    added = keys.swapaxes(-1, -2) @ values
+    sum_added = keys.sum(-2)
+    kv = xp.broadcast_to(kv, _broadcast(kv.shape, added[..., 0, :, :].shape))
+    k_sum = xp.broadcast_to(k_sum, _broadcast(k_sum.shape, sum_added[..., 0, :].shape))
+    held, sum_held = [], []
+    for i in range(added.shape[-3]):
+        held.append(kv)
+        sum_held.append(k_sum[..., None])
+        kv = kv + added[..., i, :, :]
+        k_sum = k_sum + sum_added[..., i, :]
+    row = xp.arange(CHUNK)
+    scores = xp.where(row[:, None] >= row, w @ keys.swapaxes(-1, -2), 0.0)
+    numerator = w @ xp.stack(held, -3) + scores @ values
+    denominator = w @ xp.stack(sum_held, -3) + scores.sum(-1)[..., None]
+    result = _ratio(
+        xp,
+        numerator.reshape((*numerator.shape[:-3], -1, numerator.shape[-1])),
+        denominator.reshape((*denominator.shape[:-3], -1, 1)),
+        power,
+        eps,
+        normalize,
+    )
+    return result, (kv, k_sum, log_scale)
+
+
+def _chunked(x: Array) -> Array:
+    """(..., n, d) -> (..., n / CHUNK, CHUNK, d)."""
+    return x.reshape((*x.shape[:-2], -1, CHUNK, x.shape[-1]))
+
+
+def _one_chunk(
+    xp: Any,
+    sums: Sums,
+    q: Array,
+    keys: Array,
+    powers: Array | None,
+    values: Array,
+    kernel: str,
+    eps: float,
+    normalize: bool,
+    out: Array,
+) -> Sums:
+    """Fills out for one chunk, whole or not, that may have cuts; the sums after it.
+
+    Two things would let later rows of a chunk reach earlier ones: a key so large that its
+    feature's scale must rise, and a value that isn't finite (0 * NaN above the diagonal). The
+    chunk is cut before each such row. Each part is computed as products of the whole chunk's sizes
+    with the other rows blanked, because a product of another size rounds otherwise: so the bits of
+    position t depend on no later one.
+    """
+    size = keys.shape[-2]
+    row = xp.arange(size)
+    under = row[:, None] >= row
+    bad = ~xp.isfinite(values)
+    a = 0
+    while a < size:
+        if powers is not None:
+            sums = _raised(xp, sums, powers[..., a, :])
+        b = _next_cut(xp, a, size, powers, sums, bad)
+        w, power = _queries(xp, q, kernel, sums[2])
+        part = keys
+        if powers is not None:
+            part = keys * _power(xp, powers - sums[2][..., None, :])
+        inside, seen = values, under
+        if b - a < size:
+            mine = (row >= a) & (row < b)
+            part = xp.where(mine[:, None], part, 0.0)
+            inside = xp.where(mine[:, None], values, 0.0)
+            seen = under & mine
+        scores = xp.where(seen, w @ part.swapaxes(-1, -2), 0.0)
+        result = _ratio(
+            xp,
+            w @ sums[0] + scores @ inside,
+            w @ sums[1][..., None] + scores.sum(-1)[..., None],
+            power,
+            eps,
+            normalize,
+        )
+        out[..., a:b, :] = result[..., a:b, :]
+        sums = (
+            sums[0] + part.swapaxes(-1, -2) @ inside,
+            sums[1] + part.sum(-2),
+            sums[2],
+        )
+        a = b
+    return sums
+
+
+def _next_cut(xp: Any, a: int, size: int, powers: Array | None, sums: Sums, bad: Array) -> int:
     """The first row after a that must start a part of its own."""
-    cut = bad
-    if powers is not None and log_scale is not None:
-        cut = cut | _any_batch(_exceeds(powers, log_scale[..., None, :]))
+    cut = None
+    if bad.any():
+        # A column of the state that is NaN already has nothing to lose.
+        cut = _any_batch(bad & ~xp.isnan(sums[0]).any(-2)[..., None, :])
+    if powers is not None:
+        high = _any_batch(_exceeds(powers, sums[2][..., None, :]))
+        cut = high if cut is None else cut | high
+    if cut is None:
+        return size
     later = xp.nonzero(cut[a + 1 :])[0]
     return a + 1 + int(later[0]) if len(later) else size
 
@@ -471,12 +595,8 @@ def _keys(
 
     Replaced, not multiplied: what stands in a masked row may be NaN.
     """
-    x, values = cast(k[..., a:b, :], xp.float64), cast(v[..., a:b, :], xp.float64)
-    powers = None
-    if kernel == "exp":
-        x, powers = _split(xp, x)
-    else:
-        x = elementwise(xp, kernel, x)
+    x, powers = _features(xp, k[..., a:b, :], kernel)
+    values = cast(v[..., a:b, :], xp.float64)
     if mask is not None:
         part = mask[..., a:b, None]
         x, values = xp.where(part, x, 0.0), xp.where(part, values, 0.0)
@@ -485,12 +605,23 @@ def _keys(
     return x, powers, values
 
 
+def _features(xp: Any, x: Array, kernel: str) -> tuple[Array, Array | None]:
+    """phi(x) in float64; for exp a mantissa and a power of two.
+
+    The map itself is evaluated in the precision of x, at least float32: it is elementwise and
+    rounds once, while in float64 exp alone takes several times as long.
+    """
+    if kernel == "exp":
+        return _split(xp, cast(x, xp.float64))
+    wide = xp.float64 if x.dtype == xp.float64 else xp.float32
+    return cast(elementwise(xp, kernel, cast(x, wide)), xp.float64), None
+
+
 def _queries(xp: Any, q: Array, kernel: str, log_scale: Array | None) -> tuple[Array, Array | None]:
     """phi of queries; for exp in units of the state's scales and of a power of two for each row."""
-    x = cast(q, xp.float64)
-    if log_scale is None:
-        return elementwise(xp, kernel, x), None
-    x, powers = _split(xp, x)
+    x, powers = _features(xp, q, kernel)
+    if powers is None or log_scale is None:
+        return x, None
     powers = xp.where((log_scale == EMPTY)[..., None, :], EMPTY, powers + log_scale[..., None, :])
     power = xp.amax(powers, -1)[..., None]
     power = xp.where(power < EMPTY // 2, 0, power)
@@ -575,6 +706,13 @@ def _broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(next((d for d in column if d != 1), 1) for column in zip(*full, strict=True))
 
 
+def _size(shape: tuple[int, ...]) -> int:
+    count = 1
+    for d in shape:
+        count *= d
+    return count
+
+
 def _grouped(x: Array, heads: int) -> Array:
     """(..., G heads, n, d) -> (..., heads, G, n, d); a view."""
     groups = x.shape[-3] // heads if heads else 1
@@ -619,9 +757,7 @@ def _store(target: Sums, sums: Sums) -> None:
 
 def _slabs(lead: tuple[int, ...], each: int) -> Iterator[tuple[int, ...]]:
     """Indices over as many leading axes as keep the rest's temporaries within LIMIT."""
-    axes, rest = 0, each
-    for size in lead:
-        rest *= size
+    axes, rest = 0, each * _size(lead)
     while axes < len(lead) and rest > LIMIT:
         rest //= max(lead[axes], 1)
         axes += 1
@@ -659,9 +795,7 @@ def _take_mask(mask: Array, at: tuple[int, ...], lead: int) -> Array:
 
 def _rows(batch: tuple[int, ...], each: int) -> int:
     """Positions in a block, from the sizes alone."""
-    for size in batch:
-        each *= size
-    return max(64, min(1024, LIMIT // max(each, 1)))
+    return max(64, min(1024, LIMIT // max(each * _size(batch), 1)))
 
 
 def _quiet(xp: Any) -> AbstractContextManager[Any]:
