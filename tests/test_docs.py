@@ -17,7 +17,10 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 MODULES = sorted(
     {"linattn"}
-    | {module.name for module in pkgutil.walk_packages(linattn.__path__, "linattn.", lambda _: None)}
+    | {
+        module.name
+        for module in pkgutil.walk_packages(linattn.__path__, "linattn.", lambda _: None)
+    }
     - {"linattn._native"}
 )
 PAGES = [
