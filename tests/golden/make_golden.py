@@ -367,6 +367,12 @@ def cases():
         v = Array((1, 2), [1.5, -3.0])
         add(f"one token at {x:g}", one, one, v)
         add(f"one token at {x:g}, eps 0", one, one, v, eps=0.0)
+    for name in ("elu1", "softplus", "sigmoid"):
+        q, k, v = dice_self(dice, 5, 3, 2)
+        q, low = choose(q, [-12.0, -20.0]), choose(k, [-20.0, -18.0, -21.0, -19.5])
+        add(f"{name} far down, eps 0", q, low, v, name, eps=0.0)
+        wide = choose(k, [100.0, -100.0, 3.0, -20.0, 0.5])
+        add(f"{name} far up and down", dice.array(5, 3), wide, v, name, causal=True)
     q, k, v = dice_self(dice, 5, 3, 2)
     low = Array(k.shape, [-abs(x) for x in k.data])
     add("relu of negatives", q, low, v, "relu")
