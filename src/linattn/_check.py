@@ -301,8 +301,11 @@ def cu_seqlens(value: Any, n: int) -> Array:
     return cuts
 
 
-def output(out: Any, expected: Shape, of: Any, inputs: dict[str, Array | None]) -> Array:
-    """An array to write into: this shape and dtype, sharing no memory with an input."""
+def output(out: Any, expected: Shape, of: Any, inputs: dict[str, Array | None]) -> bool:
+    """An array to write into: this shape and dtype, sharing no memory with an input.
+
+    Returns whether even its bounds are apart from those of the inputs.
+    """
     if type(out) is not np.ndarray:
         raise TypeError(f"out: expected a numpy array, got {_what(out)}")
     if out.shape != expected:
@@ -319,13 +322,16 @@ def output(out: Any, expected: Shape, of: Any, inputs: dict[str, Array | None]) 
         raise ValueError("out: expected a writeable array, got a read-only one; pass out.copy()")
     if any(d > 1 and s == 0 for d, s in zip(out.shape, out.strides, strict=True)):
         raise ValueError("out: expected distinct elements, got a broadcast view; pass out.copy()")
+    apart = True
     for name, value in inputs.items():
-        if value is not None and _overlap(out, value):
-            raise ValueError(
-                f"out: expected memory of its own, got memory shared with {name}; results would "
-                f"be read back as input: pass out=None or a copy of {name}"
-            )
-    return out
+        if isinstance(value, np.ndarray) and np.may_share_memory(out, value):
+            apart = False
+            if _overlap(out, value):
+                raise ValueError(
+                    f"out: expected memory of its own, got memory shared with {name}; results "
+                    f"would be read back as input: pass out=None or a copy of {name}"
+                )
+    return apart
 
 
 def _overlap(a: Array, b: Array) -> bool:

@@ -32,6 +32,8 @@ __all__ = [
 
 Array = Any
 
+KERNELS = ("elu1", "relu", "squared_relu", "exp", "softplus", "sigmoid", "identity")
+
 
 @dataclass(frozen=True)
 class FeatureMap:
@@ -65,6 +67,12 @@ class FeatureMap:
     nonnegative: bool = True
     eps: float = 1e-6
 
+    def __post_init__(self) -> None:
+        if self.kernel not in KERNELS:
+            raise ValueError(
+                f"kernel: expected one of {', '.join(map(repr, KERNELS))}, got {self.kernel!r}"
+            )
+
     @property
     def exponential(self) -> bool:
         """Whether a state of this map carries a power of two for each feature."""
@@ -81,6 +89,11 @@ class FeatureMap:
         xp = namespace(x)
         wide = xp.float64 if x.dtype == xp.float64 else xp.float32
         return cast(elementwise(xp, self.kernel, cast(x, wide)), x.dtype)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if _BY_NAME.get(self.name) is self:
+            return get, (self.name,)
+        return FeatureMap, (self.name, self.kernel, self.project, self.nonnegative, self.eps)
 
     def __repr__(self) -> str:
         return f"<feature map {self.name}>"
@@ -118,7 +131,7 @@ def elementwise(xp: Any, kernel: str, x: Array) -> Array:
         return xp.clip(x, 0, None) + xp.log1p(small)
     if kernel == "sigmoid":
         return xp.where(x >= 0, 1.0, small) / (1 + small)
-    raise ValueError(f"kernel: expected one of {', '.join(_BY_NAME)}, got {kernel!r}")
+    raise ValueError(f"kernel: expected one of {', '.join(map(repr, KERNELS))}, got {kernel!r}")
 
 
 elu1 = FeatureMap("elu1", "elu1")

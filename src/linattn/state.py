@@ -6,10 +6,12 @@ import json
 import os
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy import ndarray
 
 from . import _check, backends, feature_maps
 from .backends import array, native
@@ -20,7 +22,18 @@ __all__ = ["State"]
 Array = Any
 Map = str | FeatureMap | Callable[[Any], Any] | None
 
+_INFINITY = float("inf")
 _FORMAT = "linattn.State/1"
+_UNREADABLE = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    EOFError,
+    NotImplementedError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 class State:
@@ -175,22 +188,25 @@ class State:
                 arrays = {n: file[n] for n in ("kv", "k_sum", "log_scale") if n in file.files}
             if about["format"] != _FORMAT:
                 raise ValueError(f"its format is {about['format']!r}, not {_FORMAT!r}")
-            name, dtype = about["feature_map"], about["dtype"]
-        except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+            name, kernel, dtype = about["feature_map"], about["kernel"], about["dtype"]
+            if dtype not in _check.FLOATS:
+                raise ValueError(f"its dtype is {dtype!r}")
+        except _UNREADABLE as error:
             raise ValueError(
                 f"path: expected a file that State.save wrote, got {os.fspath(path)!r}: {error}"
             ) from error
         if feature_map is None:
-            if name not in feature_maps.names():
+            if name is None:
                 raise ValueError(
-                    f"feature_map: expected the map of this state, {name}, which its file cannot "
-                    "hold; pass State.load(path, feature_map=...)"
+                    f"feature_map: expected the map of this state, {about['label']!r}, which a "
+                    "file cannot hold; pass State.load(path, feature_map=...)"
                 )
             feature_map = name
         found = feature_maps.get(feature_map)
-        if found.name != name:
+        if found.kernel != kernel or (found.name if _by_name(found) else None) != name:
             raise ValueError(
-                f"feature_map: expected {name!r}, the map of this state, got {found.name!r}"
+                f"feature_map: expected {about['label']!r}, the map of this state, got "
+                f"{found.name!r}"
             )
         return cls.from_arrays(**arrays, feature_map=found, dtype=_dtype(dtype))
 
@@ -236,17 +252,21 @@ class State:
         >>> [round(float(state.step(one, one, t * one)[0, 0]), 3) for t in (1.0, 2.0, 3.0)]
         [1.0, 1.5, 2.0]
         """
-        if self._fused and type(q) is np.ndarray and q.dtype is self.dtype:
-            if eps is None:
-                eps = self._eps
-            elif type(eps) is not float or not 0.0 <= eps < np.inf:
-                eps = _check.eps(eps, self._eps)
-            result = native.step(
-                self.kv, self.k_sum, self.log_scale, q, k, v,
-                self._kernel, eps, enable_gqa, normalize, out,
-            )  # fmt: skip
-            if result is not None:
-                return result
+        if (
+            self._fused
+            and type(q) is ndarray
+            and q.dtype is self.dtype
+            and (eps is None or (type(eps) is float and 0.0 <= eps < _INFINITY))
+        ):
+            try:
+                result = native.step(
+                    self.kv, self.k_sum, self.log_scale, q, k, v,
+                    self._kernel, self._eps if eps is None else eps, enable_gqa, normalize, out,
+                )  # fmt: skip
+                if result is not None:
+                    return result
+            except TypeError:  # a flag that is no bool
+                pass
         return self._step(q, k, v, eps, enable_gqa, normalize, out)
 
     def _step(
@@ -266,18 +286,18 @@ class State:
         q, _, shape = _check.queries(q, self._shape, enable_gqa)
         _check.one_position(q, k)
         kind = _check.promoted(self.dtype, dtype, q.dtype)
+        direct = None
         if out is not None:
             used = {"q": q, "k": k, "v": v, "the state": self.kv, "the state's k_sum": self.k_sum}
-            _check.output(out, shape, kind, used)
+            direct = out if _check.output(out, shape, kind, used) else None
         q, k, v = (_check.converted(x, kind) for x in (q, k, v))
         k, v = _mapped(self.feature_map, "k", k, v, D=self.D)
         q, v = _mapped(self.feature_map, "q", q, v, D=self.D)
         q, k, v = _alike(q, k, v)
         native.know(q.dtype)
-        direct = out if q.dtype == kind else None
         result = backends.step(
             self.kv, self.k_sum, self.log_scale, q, k, v,
-            self._kernel, eps, enable_gqa, normalize, direct,
+            self._kernel, eps, enable_gqa, normalize, direct if q.dtype == kind else None,
         )  # fmt: skip
         self.dtype = _check.promoted(self.dtype, dtype)
         return _finished(result, kind, out)
@@ -320,15 +340,15 @@ class State:
         enable_gqa = _check.flag("enable_gqa", enable_gqa)
         normalize = _check.flag("normalize", normalize)
         q, kind, shape = _check.queries(q, self._shape, enable_gqa)
+        direct = None
         if out is not None:
             used = {"q": q, "the state": self.kv, "the state's k_sum": self.k_sum}
-            _check.output(out, shape, kind, used)
+            direct = out if _check.output(out, shape, kind, used) else None
         q, _ = _mapped(self.feature_map, "q", q, None, D=self.D)
         native.know(q.dtype)
-        direct = out if q.dtype == kind else None
         result = backends.query(
             self.kv, self.k_sum, self.log_scale, q,
-            self._kernel, eps, enable_gqa, normalize, direct,
+            self._kernel, eps, enable_gqa, normalize, direct if q.dtype == kind else None,
         )  # fmt: skip
         return _finished(result, kind, out)
 
@@ -435,7 +455,14 @@ class State:
 
         The name of the feature map is saved; one that is a callable must be passed to `load`.
         """
-        about = {"format": _FORMAT, "feature_map": self.feature_map.name, "dtype": self.dtype.name}
+        found = self.feature_map
+        about = {
+            "format": _FORMAT,
+            "feature_map": found.name if _by_name(found) else None,
+            "label": found.name,
+            "kernel": found.kernel,
+            "dtype": self.dtype.name,
+        }
         target = os.path.abspath(os.fspath(path))
         handle, temporary = tempfile.mkstemp(dir=os.path.dirname(target), suffix=".part")
         try:
@@ -487,6 +514,11 @@ class State:
             f"State(batch_shape={self.batch_shape}, D={self.D}, d_v={self.d_v}, "
             f"feature_map={self.feature_map.name!r}, dtype={self.dtype.name})"
         )
+
+
+def _by_name(found: FeatureMap) -> bool:
+    """Whether the name alone brings the map back."""
+    return found.name in feature_maps.names() and feature_maps.get(found.name) == found
 
 
 def _empty(batch: tuple[int, ...], D: int, d_v: int, found: FeatureMap) -> array.Sums:

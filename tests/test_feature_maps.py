@@ -1,0 +1,111 @@
+"""Each map against its definition, at the places where it is usually got wrong."""
+
+import math
+import pickle
+
+import ml_dtypes
+import mpmath
+import numpy as np
+import pytest
+
+from linattn import FeatureMap, feature_maps
+
+EXACT = {
+    "elu1": lambda x: x + 1 if x >= 0 else mpmath.exp(x),
+    "relu": lambda x: max(x, 0),
+    "squared_relu": lambda x: max(x, 0) ** 2,
+    "exp": mpmath.exp,
+    "softplus": lambda x: mpmath.log1p(mpmath.exp(x)),
+    "sigmoid": lambda x: 1 / (1 + mpmath.exp(-x)),
+    "identity": lambda x: x,
+}
+EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+
+
+def test_the_list_is_whole():
+    assert feature_maps.names() == list(EXACT) == list(feature_maps.KERNELS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("name", EXACT)
+def test_definition(name, dtype):
+    points = np.array([-80, -30, -16, -6, -1, -0.5, -1e-3, 0, 1e-3, 0.5, 1, 6, 11], dtype)
+    got = feature_maps.get(name)(points)
+    assert got.dtype == dtype
+    epsilon = EPSILON[np.dtype(dtype).name]
+    tiny = float(ml_dtypes.finfo(dtype).smallest_subnormal)
+    with mpmath.workdps(50):
+        for x, y in zip(points.astype(float), got.astype(float), strict=True):
+            exact = EXACT[name](mpmath.mpf(x))
+            assert abs(y - exact) <= 2 * epsilon * abs(exact) + tiny, (x, y, exact)
+
+
+def test_elu1_keeps_the_digits_of_small_features():
+    assert feature_maps.elu1(np.float32([-16.0]))[0] == np.exp(np.float32(-16))
+    six = feature_maps.elu1(np.array([-6], ml_dtypes.bfloat16))
+    assert six[0] == ml_dtypes.bfloat16(math.exp(-6))
+    assert feature_maps.elu1(np.zeros(1))[0] == 1.0
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_far_out(name, recwarn):
+    x = np.array([-np.inf, -1e300, np.nan])
+    got = feature_maps.get(name)(x)
+    assert np.isnan(got[2])
+    if feature_maps.get(name).nonnegative:
+        assert (got[:2] == 0).all()
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_what_a_map_says_of_itself(name):
+    found = feature_maps.get(name)
+    assert found is getattr(feature_maps, name)
+    assert found.name == found.kernel == name
+    assert found.width(17) == 17
+    assert found.exponential == (name == "exp")
+    assert found.eps == (0.0 if name == "exp" else 1e-6)
+    x = np.linspace(-5, 5, 31)
+    assert found.nonnegative == bool((found(x) >= 0).all())
+    assert repr(found) == f"<feature map {name}>"
+    assert pickle.loads(pickle.dumps(found)) is found
+
+
+def test_get():
+    def double(x):
+        return 2 * x
+
+    assert feature_maps.get() is feature_maps.get(None) is feature_maps.elu1
+    assert feature_maps.get("relu") is feature_maps.relu
+    assert feature_maps.get(feature_maps.exp) is feature_maps.exp
+    found = feature_maps.get(double)
+    assert found == feature_maps.get(double)
+    assert found != feature_maps.get(lambda x: 2 * x)
+    assert "double" in found.name
+    assert (found.kernel, found.nonnegative, found.width(3)) == ("identity", False, None)
+    assert found(np.float32([[3]])).tolist() == [[6]]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "parts"),
+    [
+        ("elu", ValueError, ["feature_map", "'elu1'", "got 'elu'"]),
+        (3, TypeError, ["feature_map", "a callable", "got int"]),
+    ],
+)
+def test_get_refuses(value, kind, parts):
+    with pytest.raises(kind) as error:
+        feature_maps.get(value)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_a_map_of_ones_own():
+    W = np.random.default_rng(0).standard_normal((3, 7))
+    made = FeatureMap("random exponentials", "exp", lambda x: x @ W, eps=0.0)
+    x = np.random.default_rng(1).standard_normal((5, 3))
+    assert made.exponential
+    np.testing.assert_allclose(made(x), np.exp(x @ W), rtol=1e-15)
+    with pytest.raises(ValueError, match="kernel: expected one of .*'exp'.* got 'tanh'"):
+        FeatureMap("no", "tanh")
