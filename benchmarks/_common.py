@@ -177,7 +177,9 @@ class Machine:
         """A side of a race: the matrix product."""
         np.matmul(self._a, self._b, out=self._product)
 
-    def share(self, operations: float, ours: Sequence[float], theirs: Sequence[float]) -> list:
+    def share(
+        self, operations: float, ours: Sequence[float], theirs: Sequence[float]
+    ) -> list[float]:
         """Our rate over that of the matrix product, round by round."""
         scale = operations / self.matmul_operations
         return [scale * t / o for o, t in zip(ours, theirs, strict=True)]
@@ -352,7 +354,7 @@ class Report:
                 print(f"  {row.verdict}: {row.what}: {row.shown}, target {row.target}")
         if self.options.json is not None:
             self.options.json.write_text(
-                json.dumps(
+                _json(
                     {
                         "benchmark": self.name,
                         "question": self.question,
@@ -360,11 +362,23 @@ class Report:
                         "machine": self.machine.about(),
                         "notes": self.notes,
                         "rows": [asdict(row) for row in self.rows],
-                    },
-                    indent=1,
+                    }
                 ),
                 "utf-8",
             )
+
+
+def _json(value: Any) -> str:
+    """JSON, where a number that isn't finite (an overflow) is null."""
+
+    def plain(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {key: plain(part) for key, part in x.items()}
+        if isinstance(x, list):
+            return [plain(part) for part in x]
+        return None if isinstance(x, float) and not math.isfinite(x) else x
+
+    return json.dumps(plain(value), indent=1, allow_nan=False)
 
 
 # ---------------------------------------------------------------------- inputs, and the other side

@@ -7,6 +7,7 @@ top, so that 1 is out of reach: at chunks of 64 the same rate would show as some
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import peers
 from _common import (
@@ -37,7 +38,7 @@ def measure(report: Report, o: Options) -> None:
     for heads, n, target in cases:
         report.heading(f"{heads} head{'s' * (heads > 1)} x {n:,}, float32, d = {D}")
         q, k, v = qkv(heads, n, D)
-        sides = {
+        sides: dict[str, Callable[[], object]] = {
             "ours": functools.partial(linear_attention, q, k, v, causal=True),
             "matmul": report.machine.matmul,
             "NumPy in chunks": functools.partial(textbook_causal, q, k, v),

@@ -7,6 +7,7 @@ map nor denominator.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -58,16 +59,15 @@ def measure(report: Report, o: Options) -> None:
         bare = (own.kv, own.k_sum, own.log_scale, q, k, v, "elu1", 1e-6, False, True, None)
         passed = np.zeros((heads, d, d))
         sides: dict[str, Callable[[], object]] = {
-            "ours": lambda state=state, q=q, k=k, v=v: state.step(q, k, v),
-            "core": lambda bare=bare: native.step(*bare),
-            "pass": lambda x=passed: np.add(x, 0.0, out=x),
+            "ours": functools.partial(state.step, q, k, v),
+            "core": functools.partial(native.step, *bare),
+            "pass": functools.partial(np.add, passed, 0.0, out=passed),
             "NumPy": numpy_step(heads, d, q, k, v),
         }
         if ggml is not None:
             flat = [x[:, 0] for x in (q, k, v)]
             sides["ggml"] = ggml.Step(heads, d).compute
-            step = ggml.Step(heads, d).step
-            sides["ggml with copies"] = lambda step=step, flat=flat: step(*flat)
+            sides["ggml with copies"] = functools.partial(ggml.Step(heads, d).step, *flat)
         times = race(sides, o)
         ours = times["ours"]
         label = f"{heads} x {d}"

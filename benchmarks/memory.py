@@ -89,7 +89,7 @@ def measure(report: Report, o: Options) -> None:
             for m in (n, 16 * n)
         )
         most = plan(n, n, D, batch=heads, causal=how == "causal", threads=threads).peak_bytes
-        data = {"heads": heads, "how": how, "dtype": dtype}
+        data: dict[str, Any] = {"heads": heads, "how": how, "dtype": dtype}
         for m, got in ((n, few), (16 * n, many)):
             report.row(
                 f"{how}, {heads} x {m:,}", [b / mebi for b in got], "MiB", at_most(most / mebi),
@@ -100,9 +100,9 @@ def measure(report: Report, o: Options) -> None:
         report.row(f"{how}, {heads} x n: growth to 16 n", more, "MiB", at_most(0.25), **data)
     report.heading("for comparison")
     for how in ("textbook", "softmax"):
-        got = measured(heads=1, n=n, how=how, dtype="float32") / mebi
+        held = measured(heads=1, n=n, how=how, dtype="float32") / mebi
         what = "the textbook" if how == "textbook" else "our softmax_attention, blockwise"
-        report.row(f"{what}, 1 x {n:,}", got, "MiB", n=n, heads=1, how=how, dtype="float32")
+        report.row(f"{what}, 1 x {n:,}", held, "MiB", n=n, heads=1, how=how, dtype="float32")
     scores = n * n * 4 / mebi
     report.row(f"the n x n scores of the usual softmax, 1 x {n:,}", scores, "MiB")
 

@@ -74,7 +74,7 @@ def one(
     theirs = functools.partial(textbook, q, k, v)
     # Turns long enough for many slices of the scheduler.
     longer = Options(**{**vars(o), "turn": 0.0 if o.quick else max(o.turn, 0.3)})
-    rounds = {"ours": ([], []), "textbook": ([], [])}  # type: dict[str, tuple[list, list]]
+    rounds: dict[str, tuple[list[float], list[float]]] = {"ours": ([], []), "textbook": ([], [])}
     single = Options(**{**vars(longer), "rounds": 1})
     for _ in range(o.rounds):
         for busy in (0, 1):
