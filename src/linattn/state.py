@@ -183,7 +183,8 @@ class State:
             not such a file, or of another feature map
         """
         try:
-            with np.load(path, allow_pickle=False) as file:
+            # opened here, since np.load leaves open what it cannot read
+            with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
                 about = json.loads(str(file["about"]))
                 arrays = {n: file[n] for n in ("kv", "k_sum", "log_scale") if n in file.files}
             if about["format"] != _FORMAT:
