@@ -1,0 +1,141 @@
+"""Log-log pictures, with matplotlib, which is imported where one is drawn."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import _files
+from ._failure import brought, fail
+
+__all__ = ["Line", "Panel", "checked", "draw"]
+
+FORMATS = (".png", ".svg", ".pdf")
+
+# Blue, orange, green, vermilion, purple: told apart by the colour-blind too (Okabe and Ito 2008).
+COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+@dataclass
+class Line:
+    """Points, what they are, which of the colours they have, and a note behind the last one."""
+
+    name: str
+    n: Sequence[int]
+    values: Sequence[float]
+    style: int
+    note: str = ""
+
+
+@dataclass
+class Panel:
+    title: str
+    unit: str  # "seconds", "bytes", or what the axis is called
+    lines: Sequence[Line]
+
+
+def checked(path: str) -> str:
+    """The file to draw into; errors before anything was measured."""
+    _matplotlib()
+    return _files.checked_output(path, "--plot", FORMATS)
+
+
+def _matplotlib() -> Any:
+    package = brought("matplotlib", "'linattn[cli]'", "a picture (--plot)")
+    package.use("Agg")
+    return package
+
+
+def draw(path: str, title: str, panels: Sequence[Panel], across: str) -> None:
+    """Write the picture, whole or not at all."""
+    _matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.2 * len(panels), 5.2), dpi=150, layout="constrained")
+    figure.suptitle(title, fontsize=12)
+    named: dict[str, Any] = {}
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        named |= _panel(axes, panel, across)
+    figure.legend(
+        named.values(),
+        named.keys(),
+        loc="outside lower center",
+        ncols=3,
+        frameon=False,
+        fontsize=10,
+    )
+    handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            figure.savefig(file, format=os.path.splitext(path)[1][1:].lower())
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, path)
+    except OSError as error:
+        os.unlink(temporary)
+        fail(f"--plot {path}: {error.strerror or error}")
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _panel(axes: Any, panel: Panel, across: str) -> dict[str, Any]:
+    """Draws it; returns what the legend has to show."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_title(panel.title, fontsize=11)
+    axes.set_xscale("log", base=2)
+    base = 2 if panel.unit == "bytes" else 10
+    axes.set_yscale("log", base=base)
+    drawn = {}
+    for line in panel.lines:
+        if not line.n:
+            continue
+        (drawn[line.name],) = axes.plot(
+            line.n,
+            line.values,
+            color=COLOURS[line.style % len(COLOURS)],
+            marker=MARKERS[line.style % len(MARKERS)],
+            markersize=5,
+            linewidth=1.8,
+        )
+        if line.note:
+            axes.annotate(
+                line.note,
+                (line.n[-1], line.values[-1]),
+                xytext=(7, 0),
+                textcoords="offset points",
+                color=COLOURS[line.style % len(COLOURS)],
+                fontsize=9,
+                va="center",
+            )
+    axes.set_xlabel(across)
+    axes.xaxis.set_major_locator(LogLocator(base=2, numticks=9))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    if panel.unit == "seconds":
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _time(y)))
+    elif panel.unit == "bytes":
+        axes.yaxis.set_major_locator(LogLocator(base=2, numticks=12))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _files.size_of(y)))
+    else:
+        axes.set_ylabel(panel.unit)
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.margins(x=0.14)
+    axes.grid(which="major", color="#dddddd", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return drawn
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= 0.999 * size:
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{seconds / 1e-9:.0f} ns"
