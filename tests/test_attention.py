@@ -404,7 +404,7 @@ def test_many_large_keys_in_half_precision(dtype):
         full = linear_attention(k[:7], k, v, name, 0.0)
         causal = linear_attention(k, k, v, name, 0.0, causal=True)
         for got in (full, causal):
-            assert (np.abs(got.astype(float) - 1) <= 32 * EPSILON[got.dtype.name]).all()
+            assert (np.abs(got.astype(float) - 1) <= 64 * EPSILON[got.dtype.name]).all()
     if np.dtype(dtype).itemsize == 2:
         assert (linear_attention(k, k, v) == 1).all()
 

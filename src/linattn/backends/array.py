@@ -319,7 +319,8 @@ def _absorb(
         target = _take_sums(after, at, len(lead))
         ks, vs = _take(k, at, len(lead), 2), _take(v, at, len(lead), 2)
         ms = None if mask is None else _take_mask(mask, at, len(lead))
-        rows = _rows(target[0].shape[:-2], max(D, d_v))
+        # Short blocks: the rounding of a sum of equal terms grows with their number.
+        rows = min(256, _rows(target[0].shape[:-2], max(D, d_v)))
         for a in range(0, k.shape[-2], rows):
             b = a + rows
             keys, powers, values = _keys(xp, ks, vs, kernel, ms, a, b)
