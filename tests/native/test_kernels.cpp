@@ -462,31 +462,47 @@ void check_thread_bits(const Kernels& set, Form form, Map map) {
   }
 }
 
-// exp of keys and queries far beyond the range of the working precision, of both signs in one row.
-void check_huge_exponents(const Kernels& set, DType dtype) {
-  const int64_t n = 37, features = 3, d_v = 5;
+// exp of keys and queries far beyond the range of the working precision, of both signs in one row: the signs change from
+// row to row, or every 256 rows, so that the sums of whole pieces differ by e^200.
+void check_huge_exponents(const Kernels& set, DType dtype, int64_t n, int64_t period) {
+  const int64_t features = 3, d_v = 5;
   Random random{4};
-  auto far = [&](int64_t i, int64_t d) { return (i + d) % 2 ? 100 + random.next() : -100 - random.next(); };
   auto near = [&](int64_t, int64_t) { return random.next(); };
-  // bfloat16 keeps 8 bits: 100 + x/16 would not be exact
-  auto whole = [&](int64_t i, int64_t d) { return std::round(far(i, d) / 2) * 2; };
-  const Matrix q(dtype, n, features, Layout::contiguous, whole), k(dtype, n, features, Layout::contiguous, whole);
+  auto far = [&](int64_t i, int64_t d) {
+    const double x = 100 + 2 * std::round(random.next());  // exact in bfloat16
+    return (i / period + d) % 2 ? x : -x;
+  };
+  const Matrix q(dtype, n, features, Layout::contiguous, far), k(dtype, n, features, Layout::contiguous, far);
   const Matrix v(dtype, n, d_v, Layout::contiguous, near);
-  for (Form form : {Form::parallel, Form::causal, Form::quadratic}) {
-    const Matrix out(dtype, n, d_v, Layout::contiguous, poison);
-    const Problem p = problem_of(form, dtype, Map::exp, q, k, v, out);
-    CHECK(solve(p, set, 1));
-    const Operands operands(p.layer, q, k, v);
-    std::vector<Expected> row;
-    bool good = true;
-    for (int64_t i = 0; i < n; ++i) {
-      operands.definition(nullptr, i, 0, form == Form::causal ? i + 1 : n, row);
-      for (int64_t c = 0; c < d_v; ++c)
-        good = good && close(dtype, Map::exp, out(i, c), row[static_cast<size_t>(c)], 204);
+  for (Form form : {Form::parallel, Form::causal, Form::quadratic})
+    for (bool with_state : {false, true}) {
+      if (with_state && form == Form::quadratic) continue;
+      const Matrix out(dtype, n, d_v, Layout::contiguous, poison);
+      Problem p = problem_of(form, dtype, Map::exp, q, k, v, out);
+      OwnState state(1, p.layer);
+      if (with_state) p.after = state.ref();
+      CHECK(solve(p, set, 1));
+      const Operands operands(p.layer, q, k, v);
+      std::vector<Expected> row;
+      bool good = true;
+      for (int64_t i = 0; i < n; ++i) {
+        operands.definition(nullptr, i, 0, form == Form::causal ? i + 1 : n, row);
+        for (int64_t c = 0; c < d_v; ++c)
+          good = good && close(dtype, Map::exp, out(i, c), row[static_cast<size_t>(c)], 208);
+      }
+      CHECK(good);
+      if (with_state) {  // its sums are those of the definition
+        for (int64_t d = 0; d < features; ++d) {
+          double sum = 0;
+          for (int64_t j = 0; j < n; ++j) sum += std::exp(k(j, d));
+          const double found = std::ldexp(state.k_sum[static_cast<size_t>(d)], state.log_scale[static_cast<size_t>(d)]);
+          CHECK(std::fabs(found - sum) <= 24 * 104 * working_epsilon(dtype) * sum);
+        }
+      }
+      if (!good)
+        std::printf("  %s: huge exponents, %s, dtype %d, n %d, state %d\n", set.name, name_of(form), int(dtype), int(n),
+                    with_state);
     }
-    CHECK(good);
-    if (!good) std::printf("  %s: huge exponents, %s, dtype %d\n", set.name, name_of(form), int(dtype));
-  }
 }
 
 // No keys, only masked keys, or features that are all 0: the denominator is 0 and so is the output.
@@ -531,7 +547,8 @@ int main() {
     for (Form form : {Form::parallel, Form::causal, Form::quadratic})
       for (Map map : {Map::elu1, Map::exp}) check_thread_bits(set, form, map);
     for (DType dtype : kDTypes) {
-      check_huge_exponents(set, dtype);
+      check_huge_exponents(set, dtype, 37, 1);
+      check_huge_exponents(set, dtype, 1031, 256);
       check_nothing_to_attend(set, dtype);
     }
     std::printf("%s: worst error %.2f of the bound\n", set.name, worst);
