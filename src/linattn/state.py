@@ -219,6 +219,10 @@ class State:
         k: (..., n_k, d_k), v: (..., n_k, d_v), key_mask: (n_k,) or k's shape less its last axis,
         True where the key takes part. Leading axes broadcast to the state's.
         """
+        if self._fused and type(k) is ndarray and k.dtype is self.dtype:
+            done = native.absorb(self.kv, self.k_sum, self.log_scale, k, v, self._kernel, key_mask)
+            if done is not None:
+                return self
         k, v, mask, dtype, _ = _check.keys(k, v, key_mask, self._shape)
         k, v = _mapped(self.feature_map, "k", k, v, D=self.D)
         native.know(k.dtype)
@@ -337,6 +341,21 @@ class State:
         q: (..., n_q, d_k) -> (..., n_q, d_v). Leading axes broadcast against the state's; with
         `enable_gqa` q may have a multiple of its heads (third axis from the end).
         """
+        if (
+            self._fused
+            and type(q) is ndarray
+            and q.dtype is self.dtype
+            and (eps is None or (type(eps) is float and 0.0 <= eps < _INFINITY))
+        ):
+            try:
+                result = native.query(
+                    self.kv, self.k_sum, self.log_scale, q,
+                    self._kernel, self._eps if eps is None else eps, enable_gqa, normalize, out,
+                )  # fmt: skip
+                if result is not None:
+                    return result
+            except TypeError:  # a flag that is no bool
+                pass
         eps = _check.eps(eps, self._eps)
         enable_gqa = _check.flag("enable_gqa", enable_gqa)
         normalize = _check.flag("normalize", normalize)

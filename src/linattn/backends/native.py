@@ -73,7 +73,9 @@ def use(what: str) -> None:
 
 def know(dtype: Any) -> None:
     """Tell the extension a dtype that NumPy itself doesn't have."""
-    if extension is not None and dtype.name == "bfloat16" and dtype.num not in _known:
+    if dtype.num < 256 or dtype.num in _known or extension is None:  # NumPy's own are below 256
+        return
+    if dtype.name == "bfloat16":
         extension.register_bfloat16(dtype.num)
         _known.add(dtype.num)
 
