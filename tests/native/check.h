@@ -13,11 +13,11 @@ inline int report(const char* name) {
 }
 }  // namespace check
 
-#define CHECK(condition)                                                      \
-  do {                                                                        \
-    ++check::checks;                                                          \
-    if (!(condition)) {                                                       \
-      ++check::failures;                                                      \
-      std::printf("%s:%d: failed: %s\n", __FILE__, __LINE__, #condition);     \
-    }                                                                         \
+#define CHECK(condition)                                                  \
+  do {                                                                    \
+    ++check::checks;                                                      \
+    if (!(condition)) {                                                   \
+      ++check::failures;                                                  \
+      std::printf("%s:%d: failed: %s\n", __FILE__, __LINE__, #condition); \
+    }                                                                     \
   } while (0)

@@ -249,7 +249,7 @@ bool close(DType dtype, Map map, double found, Expected expected, double largest
 struct Sizes {
   int64_t n_q, n_k, features, d_v;
 };
-const Sizes kSizes[] = {{1, 1, 1, 1},    {2, 3, 3, 5},      {13, 7, 17, 8},   {64, 65, 16, 31},
+const Sizes kSizes[] = {{1, 1, 1, 1},      {2, 3, 3, 5},      {13, 7, 17, 8},     {64, 65, 16, 31},
                         {67, 131, 65, 33}, {128, 63, 64, 64}, {131, 257, 7, 129}, {5, 300, 67, 3}};
 
 const char* name_of(Form form) {
@@ -386,7 +386,8 @@ void check_batches(const Kernels& set, Map map, DType dtype) {
   Random random{5};
   auto some = [&](int64_t, int64_t) { return random.next(); };
   const Matrix q(dtype, heads * group * n, features, Layout::contiguous, some);
-  const Matrix k(dtype, heads * n, features, Layout::contiguous, some), v(dtype, heads * n, d_v, Layout::contiguous, some);
+  const Matrix k(dtype, heads * n, features, Layout::contiguous, some),
+      v(dtype, heads * n, d_v, Layout::contiguous, some);
   for (Form form : {Form::parallel, Form::causal, Form::quadratic})
     for (bool packed : {false, true})
       for (int threads : {1, 3}) {
@@ -398,8 +399,8 @@ void check_batches(const Kernels& set, Map map, DType dtype) {
           p.sequences = 5;
         }
         p.axis_count = 2;
-        p.axes[0] = {heads, true, group * n * features * item, n * features * item, n * d_v * item, 0,
-                     group * n * d_v * item, 1};
+        p.axes[0] = {heads,          true, group * n * features * item, n * features * item,
+                     n * d_v * item, 0,    group * n * d_v * item,      1};
         p.axes[1] = {group, false, n * features * item, 0, 0, 0, n * d_v * item, 0};
         CHECK(solve(p, set, threads));
         const Operands operands(p.layer, q, k, v);
@@ -462,8 +463,8 @@ void check_thread_bits(const Kernels& set, Form form, Map map) {
   }
 }
 
-// exp of keys and queries far beyond the range of the working precision, of both signs in one row: the signs change from
-// row to row, or every 256 rows, so that the sums of whole pieces differ by e^200.
+// exp of keys and queries far beyond the range of the working precision, of both signs in one row: the signs change
+// from row to row, or every 256 rows, so that the sums of whole pieces differ by e^200.
 void check_huge_exponents(const Kernels& set, DType dtype, int64_t n, int64_t period) {
   const int64_t features = 3, d_v = 5;
   Random random{4};
@@ -524,7 +525,8 @@ void check_nothing_to_attend(const Kernels& set, DType dtype) {
       for (int64_t i = 0; i < n; ++i)
         for (int64_t c = 0; c < d_v; ++c) zero = zero && out(i, c) == 0;
       CHECK(zero);
-      if (!zero) std::printf("  %s: nothing to attend, %s, way %d, dtype %d\n", set.name, name_of(form), way, int(dtype));
+      if (!zero)
+        std::printf("  %s: nothing to attend, %s, way %d, dtype %d\n", set.name, name_of(form), way, int(dtype));
     }
 }
 

@@ -62,8 +62,7 @@ void check_counts() {
 void check_many_callers() {
   std::atomic<int> right{0};
   std::vector<std::thread> callers;
-  for (int i = 0; i < 8; ++i)
-    callers.emplace_back([&right, i] { right += rounds_are_right(200, 1 + i % 4); });
+  for (int i = 0; i < 8; ++i) callers.emplace_back([&right, i] { right += rounds_are_right(200, 1 + i % 4); });
   for (std::thread& caller : callers) caller.join();
   CHECK(right == 8);
 }
