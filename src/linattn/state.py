@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
-import zipfile
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -24,16 +20,6 @@ Map = str | FeatureMap | Callable[[Any], Any] | None
 
 _INFINITY = float("inf")
 _FORMAT = "linattn.State/1"
-_UNREADABLE = (
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    EOFError,
-    NotImplementedError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
 
 
 class State:
@@ -182,6 +168,11 @@ class State:
         ValueError
             not such a file, or of another feature map
         """
+        import json  # here: these take longer to import than all of ours
+        import zipfile
+        import zlib
+
+        broken = (ValueError, KeyError, TypeError, AttributeError, EOFError, NotImplementedError)
         try:
             # opened here, since np.load leaves open what it cannot read
             with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
@@ -192,7 +183,7 @@ class State:
             name, kernel, dtype = about["feature_map"], about["kernel"], about["dtype"]
             if dtype not in _check.FLOATS:
                 raise ValueError(f"its dtype is {dtype!r}")
-        except _UNREADABLE as error:
+        except (*broken, zipfile.BadZipFile, zlib.error) as error:
             raise ValueError(
                 f"path: expected a file that State.save wrote, got {os.fspath(path)!r}: {error}"
             ) from error
@@ -475,6 +466,9 @@ class State:
 
         The name of the feature map is saved; one that is a callable must be passed to `load`.
         """
+        import json
+        import tempfile
+
         found = self.feature_map
         about = {
             "format": _FORMAT,
