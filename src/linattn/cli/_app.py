@@ -50,8 +50,13 @@ def _options(
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command: 0, 1 for a failure, 2 for wrong usage, 130 for an interrupt."""
-    warnings.showwarning = _note
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    with warnings.catch_warnings():
+        warnings.showwarning = _note
+        return _run(sys.argv[1:] if arguments is None else arguments)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    given = list(arguments)
     names = {command.callback.__name__ for command in app.registered_commands if command.callback}
     who = " ".join(["linattn", *(name for name in given[:1] if name in names)])
     try:
@@ -59,7 +64,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has gone, as in `linattn info | head -n 1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # as shells count a process that SIGPIPE ended
+        return 1
+    except SystemExit as error:  # so does typer, where it meets the same
+        return error.code if isinstance(error.code, int) else 1
     except KeyboardInterrupt:
         return _say(who, "interrupted", INTERRUPTED)
     except Exception as error:

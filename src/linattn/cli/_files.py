@@ -16,7 +16,6 @@ import shutil
 import struct
 import tempfile
 import zipfile
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -47,24 +46,6 @@ _SAFETENSORS = {
     "BOOL": "bool",
 }
 _NAMES = {name: code for code, name in _SAFETENSORS.items()}
-
-# What the readers of NumPy and zipfile raise for a file that is not what it says.
-_CORRUPTED = (
-    ValueError,
-    TypeError,
-    KeyError,
-    IndexError,
-    SyntaxError,
-    EOFError,
-    OverflowError,
-    RecursionError,
-    MemoryError,
-    NotImplementedError,
-    RuntimeError,
-    struct.error,
-    zipfile.BadZipFile,
-    zlib.error,
-)
 
 
 @dataclass
@@ -107,7 +88,7 @@ def inputs(files: Sequence[str], names: Sequence[str], scratch: str) -> list[Inp
             f"{path}: one .npy file holds one array; expected {len(names)} files "
             f"({', '.join(names)}), or one .npz or .safetensors file that holds {_list(names)}"
         )
-    return [_member(path, name, name, scratch) for name in names]
+    return [_member(path, None, name, scratch, alone=False) for name in names]
 
 
 def read(file: str, name: str, scratch: str) -> Input:
@@ -140,22 +121,23 @@ def _format(path: str) -> str:
     fail(f"{path}: expected a {_list(FORMATS, 'or')} file")
 
 
-def _member(path: str, member: str | None, name: str, scratch: str) -> Input:
-    """The array `member` of a file that holds several; None: the only one, or what `name` says."""
-    try:
+def _member(path: str, member: str | None, name: str, scratch: str, alone: bool = True) -> Input:
+    """The array `member` of a file that holds several; None: the one called `name`.
+
+    alone: a single one may have any name
+    """
+    with _reading(path):
         if _format(path) == ".npz":
             with zipfile.ZipFile(path) as archive:
                 found = [n.removesuffix(".npy") for n in archive.namelist()]
-                member = _choose(path, found, member, name)
+                member = _choose(path, found, member, name, alone)
                 return _npz(path, archive, member, scratch)
         entries = _header(path)
-        member = _choose(path, list(entries), member, name)
+        member = _choose(path, list(entries), member, name, alone)
         return _safetensors(path, member, entries[member])
-    except _CORRUPTED as error:
-        fail(f"{path}: damaged, or not what its name says: {_first_line(error)}")
 
 
-def _choose(path: str, found: list[str], member: str | None, name: str) -> str:
+def _choose(path: str, found: list[str], member: str | None, name: str, alone: bool) -> str:
     listed = ", ".join(map(repr, found[:8])) + (", …" if len(found) > 8 else "")
     if member is not None:
         if member in found:
@@ -164,18 +146,15 @@ def _choose(path: str, found: list[str], member: str | None, name: str) -> str:
     alike = [n for n in found if n.lower() == name.lower()]
     if len(alike) == 1:
         return alike[0]
-    if len(found) == 1:
+    if alone and len(found) == 1:
         return found[0]
     fail(f"{path}: no array named {name!r}; it holds {listed or 'none'}; choose one as {path}:NAME")
 
 
 def _npy(path: str) -> Input:
-    try:
-        with open(path, "rb") as file:
-            shape, fortran, dtype = _npy_header(file)
-            return _mapped(path, None, file.tell(), dtype, shape, fortran)
-    except _CORRUPTED as error:
-        fail(f"{path}: damaged, or not a .npy file: {_first_line(error)}")
+    with _reading(path), open(path, "rb") as file:
+        shape, fortran, dtype = _npy_header(file)
+        return _mapped(path, None, file.tell(), dtype, shape, fortran)
 
 
 def _npy_header(file: Any) -> tuple[tuple[int, ...], bool, Any]:
@@ -215,11 +194,8 @@ def _npz(path: str, archive: zipfile.ZipFile, member: str, scratch: str) -> Inpu
 def _header(path: str) -> dict[str, dict[str, Any]]:
     """The entries of a .safetensors file, whose own package has found them sound."""
     package = brought("safetensors", "'linattn[cli]'", "a .safetensors file")
-    try:
-        with package.safe_open(path, framework="np"):
-            pass
-    except package.SafetensorError as error:
-        fail(f"{path}: damaged, or not a .safetensors file: {_first_line(error)}")
+    with package.safe_open(path, framework="np"):
+        pass
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         entries: dict[str, dict[str, Any]] = json.loads(file.read(length))
@@ -255,8 +231,18 @@ def _mapped(
     return Input(array, path, member, mapping)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Words what a reader makes of a damaged file, which may be almost any exception."""
+    try:
+        yield
+    except Failure:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            raise
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise Failure(f"{path}: damaged, or not what its name says: {said}") from error
 
 
 # Writing
@@ -445,4 +431,4 @@ def size_of(nbytes: float) -> str:
 
 
 def _list(names: Sequence[str], last: str = "and") -> str:
-    return ", ".join(names[:-1]) + f" {last} {names[-1]}"
+    return ", ".join(names[:-1]) + f" {last} {names[-1]}" if len(names) > 1 else names[0]
