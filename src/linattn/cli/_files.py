@@ -214,7 +214,7 @@ def _safetensors(path: str, member: str, entry: dict[str, Any]) -> Input:
 
 
 def _bfloat16(path: str) -> Any:
-    return brought("ml_dtypes", "ml_dtypes", f"{path}: bfloat16").bfloat16
+    return brought("ml_dtypes", "'linattn[cli]'", f"{path}: bfloat16").bfloat16
 
 
 def _mapped(

@@ -17,7 +17,7 @@ __all__ = ["info"]
 
 # package -> (what it is for, what to give to pip to have it)
 OPTIONAL = {
-    "ml_dtypes": ("bfloat16 arrays", "ml_dtypes"),
+    "ml_dtypes": ("bfloat16 arrays", "'linattn[cli]'"),
     "safetensors": (".safetensors files", "'linattn[cli]'"),
     "matplotlib": ("pictures (--plot)", "'linattn[cli]'"),
     "torch": ("PyTorch tensors and layers", "'linattn[torch]'"),
