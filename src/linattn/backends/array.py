@@ -597,7 +597,7 @@ def _keys(
     Replaced, not multiplied: what stands in a masked row may be NaN.
     """
     x, powers = _features(xp, k[..., a:b, :], kernel)
-    values = cast(v[..., a:b, :], xp.float64)
+    values = _dense(v[..., a:b, :], xp.float64)
     if mask is not None:
         part = mask[..., a:b, None]
         x, values = xp.where(part, x, 0.0), xp.where(part, values, 0.0)
@@ -613,9 +613,18 @@ def _features(xp: Any, x: Array, kernel: str) -> tuple[Array, Array | None]:
     rounds once, while in float64 exp alone takes several times as long.
     """
     if kernel == "exp":
-        return _split(xp, cast(x, xp.float64))
+        return _split(xp, _dense(x, xp.float64))
     wide = xp.float64 if x.dtype == xp.float64 else xp.float32
-    return cast(elementwise(xp, kernel, cast(x, wide)), xp.float64), None
+    return cast(elementwise(xp, kernel, _dense(x, wide)), xp.float64), None
+
+
+def _dense(x: Array, dtype: Any) -> Array:
+    """x as one dense block: products and maps of other layouts round in another order."""
+    if not hasattr(x, "flags"):
+        return cast(x, dtype).contiguous()
+    if x.dtype == dtype and x.flags.c_contiguous and x.flags.aligned:
+        return x
+    return x.astype(dtype, order="C")
 
 
 def _queries(xp: Any, q: Array, kernel: str, log_scale: Array | None) -> tuple[Array, Array | None]:
