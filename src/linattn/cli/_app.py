@@ -23,11 +23,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(demo.demo)
-app.command()(attend.attend)
-app.command()(explain.explain)
-app.command()(bench.bench)
-app.command()(info.info)
+
+
+def _flowed(text: str | None) -> str:
+    """A docstring as paragraphs without line breaks, to be broken where the terminal ends."""
+    return "\n\n".join(" ".join(part.split()) for part in (text or "").split("\n\n"))
+
+
+for _command in (demo.demo, attend.attend, explain.explain, bench.bench, info.info):
+    app.command(help=_flowed(_command.__doc__))(_command)
 
 
 def _version(wanted: bool) -> None:
