@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -189,8 +190,10 @@ def array(name: str, value: Any) -> Array:
                 f"numpy.asarray({name})"
             )
         try:
-            value = np.asarray(value)
-        except ValueError as error:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # older NumPy: ragged lists are a warning
+                value = np.asarray(value)
+        except (ValueError, Warning) as error:
             raise TypeError(f"{name}: expected an array, got {_what(value)}: {error}") from None
         if value.dtype == object or value.dtype.kind in "USmM":
             raise TypeError(f"{name}: expected an array of numbers, got dtype {value.dtype}")
