@@ -1,6 +1,7 @@
 """linear_attention and softmax_attention: what each argument means, on every backend."""
 
 import inspect
+import tracemalloc
 from itertools import pairwise
 
 import ml_dtypes
@@ -617,3 +618,30 @@ def test_softmax_attention_does_not_look_ahead():
     k[..., 30:, :], v[..., 31:, :] = 1e3, np.nan
     after = softmax_attention(q, k, v, causal=True)
     np.testing.assert_allclose(after[..., :30, :], before[..., :30, :], rtol=0, atol=1e-14)
+
+
+# Memory
+
+
+@pytest.mark.parametrize("name", ["elu1", "exp"])
+@pytest.mark.parametrize(
+    "how", [{"order": "linear"}, {"order": "quadratic"}, {"causal": True}], ids=str
+)
+def test_memory_does_not_grow(name, how):
+    def peak(call, n, **how):
+        x = np.zeros((n, D), np.float32)
+        out = np.empty_like(x)
+        call(x[:64], x[:64], x[:64], **how)
+        tracemalloc.start()
+        try:
+            call(x, x, x, out=out, **how)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    for call, options in (
+        (linear_attention, {"feature_map": name, **how}),
+        (softmax_attention, {"causal": "causal" in how}),
+    ):
+        assert peak(call, 5_000, **options) < 1.5 * peak(call, 1_250, **options)
+        assert peak(call, 1_250, **options) < 12 << 20
