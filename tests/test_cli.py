@@ -874,6 +874,18 @@ def test_the_textbook_functions_are_right() -> None:
     )
 
 
+def test_where_linear_attention_becomes_the_faster_one() -> None:
+    from linattn.cli.demo import Series, _crossing
+
+    n = [16, 64, 256, 1024]
+    ours = Series(n[:3], [1.0, 4.0, 16.0])
+    assert "about n = 32" in _crossing("x", ours, Series(n, [0.5, 8.0, 128.0, 2048.0]))
+    assert "every length measured, from n = 16" in _crossing("x", ours, Series(n, [2, 8, 32, 128]))
+    assert "Not faster than x at any length up to n = 64" in _crossing(
+        "x", ours, Series(n[:2], [0.1, 0.2])
+    )
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_memory_is_what_it_must_be() -> None:
     matrix = 4 * 1024**2

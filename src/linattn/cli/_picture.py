@@ -1,4 +1,4 @@
-"""Log-log pictures, with matplotlib, which is imported where one is drawn."""
+"""Pictures over the logarithm of n, with matplotlib, which is imported where one is drawn."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Line:
 @dataclass
 class Panel:
     title: str
-    unit: str  # "seconds", "bytes", or what the axis is called
+    unit: str  # "seconds" or "bytes", with a logarithmic axis, or what the axis from 0 is called
     lines: Sequence[Line]
 
 
@@ -90,8 +90,8 @@ def _panel(axes: Any, panel: Panel, across: str) -> dict[str, Any]:
 
     axes.set_title(panel.title, fontsize=11)
     axes.set_xscale("log", base=2)
-    base = 2 if panel.unit == "bytes" else 10
-    axes.set_yscale("log", base=base)
+    if panel.unit in ("seconds", "bytes"):
+        axes.set_yscale("log", base=2 if panel.unit == "bytes" else 10)
     drawn = {}
     for line in panel.lines:
         if not line.n:
@@ -125,6 +125,7 @@ def _panel(axes: Any, panel: Panel, across: str) -> dict[str, Any]:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _files.size_of(y)))
     else:
         axes.set_ylabel(panel.unit)
+        axes.set_ylim(bottom=0)
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.margins(x=0.14)
     axes.grid(which="major", color="#dddddd", linewidth=0.8)

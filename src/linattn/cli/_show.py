@@ -43,7 +43,7 @@ def times(value: float | None, ours: float | None) -> str:
     if value is None or ours is None:
         return ""
     ratio = value / ours
-    return f"{ratio:.1f}x" if ratio < 100 else f"{ratio:,.0f}x"
+    return f"{ratio:.2f}x" if ratio < 1 else f"{ratio:.1f}x" if ratio < 100 else f"{ratio:,.0f}x"
 
 
 def busy(console: Console) -> None:

@@ -31,6 +31,7 @@ Array = Any
 FORMS = ("parallel", "chunked", "recurrent")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 AGAINST = ("quadratic", "textbook", "softmax")
+STYLES, PRODUCT = (0, 3, 2, 5, 4, 1), 6  # of lines: neighbours differ well, and the product's own
 LONGEST = 4.0  # seconds that what we compare with may take
 
 
@@ -238,21 +239,24 @@ def _cells(row: Row, shown: Sequence[str], others: Sequence[str]) -> list[str]:
 
 def _draw(path: str, rows: Sequence[Row], matmul: float) -> None:
     lines: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.form != "recurrent":
-            name = f"{row.form}, {row.heads} × {row.d}, {row.dtype}, {row.threads} threads"
-            lines.setdefault(name, []).append(row)
-    if not lines:
+    walked = [row for row in rows if row.form != "recurrent"]
+    if not walked:
         fail(f"--plot {path}: a picture needs a form over lengths: parallel or chunked")
+    for row in walked:
+        about = [row.form]
+        for name, unit in (("heads", "heads"), ("d", "features"), ("dtype", ""), ("threads",) * 2):
+            if len({getattr(other, name) for other in walked}) > 1:
+                about.append(f"{getattr(row, name)} {unit}".strip())
+        lines.setdefault(", ".join(about), []).append(row)
     taken, rates = [], []
-    for style, (name, found) in enumerate(lines.items()):
+    for (name, found), style in zip(lines.items(), itertools.cycle(STYLES), strict=False):
         found = sorted(found, key=lambda row: row.n)
         n = [row.n for row in found]
         taken.append(_picture.Line(name, n, [row.seconds for row in found], style))
         rates.append(_picture.Line(name, n, [row.rate / 1e9 for row in found], style))
     longest = sorted({row.n for row in rows})
     rates.append(
-        _picture.Line("matrix product", longest, [matmul / 1e9] * len(longest), len(lines))
+        _picture.Line("NumPy's matrix product", longest, [matmul / 1e9] * len(longest), PRODUCT)
     )
     config = show_config()
     _picture.draw(

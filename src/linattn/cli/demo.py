@@ -272,9 +272,9 @@ def _lengths(lengths: tuple[int, ...], longest: int) -> list[int]:
 
 def _crossing(what: str, ours: Series, theirs: Series) -> str:
     """Where linear attention becomes the faster one."""
-    n = theirs.n
-    mine = [t for t in (ours.at(m) for m in n) if t is not None]
-    at = _measure.crossover(n, mine, theirs.values)
+    n = [m for m in theirs.n if m in ours.n]
+    pairs = [(ours.at(m) or 0.0, theirs.at(m) or 0.0) for m in n]
+    at = _measure.crossover(n, [mine for mine, _ in pairs], [other for _, other in pairs])
     if at is None:
         return f"Not faster than {what} at any length up to n = {n[-1]:,}."
     if at == n[0]:
