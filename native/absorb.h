@@ -13,56 +13,140 @@ static inline void add_to_state(double* state, const T* tile, int64_t count) {
   for (int64_t c = 0; c < count; ++c) state[c] += static_cast<double>(tile[c]);
 }
 
-// kv: (D, d_v) += phi: (rows, D)^T v: (rows, d_v), and with `ready` the prepared copy follows.
-template <class T>
-static void add_outer(const Layer& layer, const T* phi, Rows<T> v, int64_t rows, StateRef state, Prepared<T>* ready) {
-  const Widths<T> w(layer);
-  for_strips<T, kTallVectors>(w.v_pad, [&](auto vectors, int64_t c) {
-    constexpr int NV = decltype(vectors)::value;
-    constexpr int64_t width = NV * kLanes<T>;
-    const int64_t columns = min_of(width, w.v - c);
-    for (int64_t d = 0; d < w.d; d += kTallRows) {
-      with_rows<kTallRows>(w.d - d, [&](auto tall) {
-        constexpr int MR = decltype(tall)::value;
-        alignas(64) T sums[MR][width];
-        outer_tile<T, MR, NV>(rows, phi + d, w.d_row, v.data + c, v.row, sums[0], width);
-        for (int i = 0; i < MR; ++i) {
-          double* row = state.kv + (d + i) * w.v + c;
-          if (columns == width)
-            add_to_state(row, sums[i], width);
-          else
-            add_to_state(row, sums[i], columns);
-          if (ready) {
-            T* copy = ready->kv + (d + i) * w.v_row + c;
-            for (int64_t j = 0; j < columns; ++j) copy[j] = static_cast<T>(row[j]);
-          }
-        }
-      });
-    }
-  });
+// sums: (NV * lanes) = the columns of x: (rows, NV * lanes)
+template <class T, int NV>
+[[gnu::noinline]] static void column_sums(const T* x, int64_t x_row, int64_t rows, T* sums) {
+  Vec<T> sum[NV] = {};
+  for (int64_t r = 0; r < rows; ++r)
+#pragma GCC unroll 4
+    for (int j = 0; j < NV; ++j) sum[j] += load(x + r * x_row + j * kLanes<T>);
+#pragma GCC unroll 4
+  for (int j = 0; j < NV; ++j) store(sums + j * kLanes<T>, sum[j]);
+}
 
-  for (int64_t d = 0; d < w.d_pad; d += kLanes<T>) {
-    Vec<T> sum = {};
-    for (int64_t r = 0; r < rows; ++r) sum += load(phi + r * w.d_row + d);
-    T sums[kLanes<T>];
-    store(sums, sum);
-    const int64_t columns = min_of(kLanes<T>, w.d - d);
-    add_to_state(state.k_sum + d, sums, columns);
-    if (ready)
-      for (int64_t j = 0; j < columns; ++j) ready->k_sum[d + j] = static_cast<T>(state.k_sum[d + j]);
+// Where pending sums came from, for the case that they must be made again.
+struct Source {
+  View k, v;
+  MaskView mask;
+};
+
+template <class T>
+static void absorb_of(const Layer& layer, StateRef state, View k, View v, MaskView mask, int64_t begin, int64_t end,
+                      void* scratch);
+
+template <class T>
+static int64_t absorb_bytes(const Layer& layer);
+
+// The sums of the last blocks, in the working precision, on their way to the double state. Each block is summed in
+// registers and added here; every kFlushRows rows all of it is added to the state. (Converting every block of 64 cost
+// 8 % of the causal form.) With `ready`, a prepared state follows every block, by at most kFlushRows / kChunk
+// additions of its own, and is rounded from the double state anew at each flush.
+template <class T>
+class PendingSums {
+ public:
+  PendingSums(const Layer& layer, StateRef state, Source source, Arena& arena, const Prepared<T>* ready = nullptr)
+      : layer_(layer),
+        w_(layer),
+        state_(state),
+        source_(source),
+        ready_(ready),
+        kv_(arena.take<T>(w_.d * w_.v_row)),
+        k_sum_(arena.take<T>(w_.d_pad)),
+        again_(sizeof(T) == 4 ? arena.take<char>(absorb_bytes<double>(layer)) : nullptr) {
+    clear();
+    prepare();
   }
+
+  // += phi: (rows, D)^T v: (rows, d_v), and the column sums of phi
+  void add(const T* phi, Rows<T> v, int64_t first, int64_t rows) {
+    if (rows_ == 0) first_ = first;
+    for_strips<T, kTileVectors>(w_.v_pad, [&](auto vectors, int64_t c) {
+      constexpr int NV = decltype(vectors)::value;
+      for (int64_t d = 0; d < w_.d; d += kTileRows<NV>)
+        with_rows<kTileRows<NV>>(w_.d - d, [&](auto tile_rows) {
+          const int64_t at = d * w_.v_row + c;
+          add_outer_tile<T, decltype(tile_rows)::value, NV>(
+              rows, phi + d, w_.d_row, v.data + c, v.row, kv_ + at, ready_ ? ready_->kv + at : nullptr, w_.v_row);
+        });
+    });
+    for_strips<T, 4>(w_.d_pad, [&](auto vectors, int64_t d) {
+      constexpr int NV = decltype(vectors)::value;
+      T sums[NV * kLanes<T>];
+      column_sums<T, NV>(phi + d, w_.d_row, rows, sums);
+      for (int64_t j = 0; j < NV * kLanes<T>; ++j) {
+        k_sum_[d + j] += sums[j];
+        if (ready_) ready_->k_sum[d + j] += sums[j];
+      }
+    });
+    rows_ = first + rows - first_;
+    if (rows_ >= kFlushRows) flush();
+  }
+
+  void flush() {
+    if (rows_ == 0) return;
+    if (sizeof(T) == 4 && out_of_range()) {  // these rows again, in double
+      absorb_of<double>(layer_, state_, source_.k, source_.v, source_.mask, first_, first_ + rows_, again_);
+    } else {
+      for (int64_t d = 0; d < w_.d; ++d) add_to_state(state_.kv + d * w_.v, kv_ + d * w_.v_row, w_.v);
+      add_to_state(state_.k_sum, k_sum_, w_.d);
+    }
+    clear();
+    prepare();
+  }
+
+  void prepare() {
+    if (ready_) prepare_of<T>(layer_, state_, ready_->kv);
+  }
+
+ private:
+  // Whether the sums have left the range of T: overflown (or not finite from the start), or, with maps that are
+  // positive, so small that values of phi may have vanished.
+  bool out_of_range() const {
+    if (!all_finite(kv_, w_.v_row, w_.d, w_.v_pad) || !all_finite(k_sum_, 0, 1, w_.d)) return true;
+    if (!is_positive(layer_.map)) return false;
+    for (int64_t d = 0; d < w_.d; ++d)
+      if (k_sum_[d] < T(kLeastSum)) return true;
+    return false;
+  }
+
+  void clear() {
+    for (int64_t i = 0; i < w_.d * w_.v_row; ++i) kv_[i] = 0;
+    for (int64_t d = 0; d < w_.d_pad; ++d) k_sum_[d] = 0;
+    rows_ = 0;
+  }
+
+  const Layer& layer_;
+  const Widths<T> w_;
+  StateRef state_;
+  Source source_;
+  const Prepared<T>* ready_;
+  T *kv_, *k_sum_;
+  void* again_;
+  int64_t first_ = 0, rows_ = 0;
+};
+
+// Bytes of scratch that absorb takes.
+template <class T>
+static int64_t absorb_bytes(const Layer& layer) {
+  const Widths<T> w(layer);
+  const int64_t rows = rows_per_block<T>(kAbsorbRows, w.d_pad);
+  const int64_t item = sizeof(T);
+  const int64_t own = (rows * (w.d_row + w.v_row) + w.d * w.v_row + 2 * w.d_pad) * item + rows + 8 * 64;
+  if constexpr (sizeof(T) == 4) return own + absorb_bytes<double>(layer);
+  return own;
 }
 
 template <class T>
 static void absorb_of(const Layer& layer, StateRef state, View k, View v, MaskView mask, int64_t begin, int64_t end,
                       void* scratch) {
   const Widths<T> w(layer);
-  const int64_t most = rows_per_block<T>(kFlushRows, w.d_pad);
+  const int64_t most = rows_per_block<T>(kAbsorbRows, w.d_pad);
   Arena arena(scratch);
   T* phi = arena.take<T>(most * w.d_row);
   T* values = arena.take<T>(most * w.v_row);
   T* scale = arena.take<T>(w.d_pad);
   uint8_t* kept = arena.take<uint8_t>(most);
+  PendingSums<T> pending(layer, state, {k, v, mask}, arena);
   for (int64_t r0 = begin; r0 < end; r0 += most) {
     const int64_t rows = min_of(most, end - r0);
     const int64_t count = mask.data ? read_mask(mask, r0, rows, kept) : rows;
@@ -71,7 +155,10 @@ static void absorb_of(const Layer& layer, StateRef state, View k, View v, MaskVi
     if (layer.map == Map::exp) {
       raw_rows(layer, k, r0, rows, phi);
       column_exponents<T>(phi, w.d_row, rows, w.d_pad, some ? kept : nullptr, scale);
-      raise_scales(layer, state, scale);
+      if (passes_scales(layer, state, scale)) {
+        pending.flush();
+        raise_scales(layer, state, scale);
+      }
       prepare_scales(layer, state.log_scale, scale);
       exp_keys(layer, scale, phi, rows);
     } else {
@@ -83,8 +170,9 @@ static void absorb_of(const Layer& layer, StateRef state, View k, View v, MaskVi
       clear_masked(kept, phi, w.d_row, rows);
       clear_masked(kept, values, w.v_row, rows);
     }
-    add_outer<T>(layer, phi, right, rows, state, nullptr);
+    pending.add(phi, right, r0, rows);
   }
+  pending.flush();
 }
 
 }  // namespace LINATTN_ISA_NS

@@ -91,6 +91,8 @@ static void load_row(DType dtype, const char* src, int64_t col, T* dst, int64_t 
     } else {
       for (int64_t c = 0; c < cols; ++c) dst[c] = fetch<T>(src + c * col);
     }
+  } else if (dtype == DType::float32) {
+    for (int64_t c = 0; c < cols; ++c) dst[c] = fetch<float>(src + c * col);
   } else if (dtype == DType::float16) {
     int64_t c = 0;
 #if defined(__F16C__)
@@ -118,6 +120,11 @@ static void store_row(DType dtype, char* dst, int64_t col, const T* src, int64_t
     } else {
       for (int64_t c = 0; c < cols; ++c) __builtin_memcpy(dst + c * col, src + c, sizeof(T));
     }
+  } else if (dtype == DType::float32) {
+    for (int64_t c = 0; c < cols; ++c) {
+      const float x = static_cast<float>(src[c]);
+      __builtin_memcpy(dst + c * col, &x, sizeof x);
+    }
   } else if (dtype == DType::float16) {
     int64_t c = 0;
 #if defined(__F16C__)
@@ -139,6 +146,30 @@ static void store_row(DType dtype, char* dst, int64_t col, const T* src, int64_t
       __builtin_memcpy(dst + c * col, &b, 2);
     }
   }
+}
+
+// Whether no element of x: (rows, cols) is infinite or NaN. Sums of them show it; a sum may overflow by itself only
+// where elements are huge, so only then each is looked at.
+template <class T>
+static bool all_finite(const T* x, int64_t row, int64_t rows, int64_t cols) {
+  const int64_t whole = cols / kLanes<T> * kLanes<T>;
+  Vec<T> sum[4] = {};
+  T rest = 0;
+  for (int64_t r = 0; r < rows; ++r) {
+    const T* at = x + r * row;
+    int64_t c = 0;
+    for (; c + 4 * kLanes<T> <= whole; c += 4 * kLanes<T>)
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) sum[j] += load(at + c + j * kLanes<T>);
+    for (; c < whole; c += kLanes<T>) sum[0] += load(at + c);
+    for (; c < cols; ++c) rest += at[c];
+  }
+  const T total = sum_lanes<T>((sum[0] + sum[1]) + (sum[2] + sum[3])) + rest;
+  if (total - total == 0) return true;
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < cols; ++c)
+      if (x[r * row + c] - x[r * row + c] != 0) return false;
+  return true;
 }
 
 // Rows in the working precision: a pointer and a row stride in elements.

@@ -23,75 +23,76 @@ static void transpose_block(const T* phi, const Widths<T>& w, int64_t rows, T* p
     }
 }
 
-// weights: (rows, kChunk) = phi_q: (rows, padded D) phi_t: (D, kChunk), columns 0..row and some beyond, unused.
+// weights: (rows, kChunk) = phi_q: (rows, D) phi_t: (D, kChunk) in the columns 0..row, 0 from there up to a whole
+// vector beyond the tile's last row. The 0 is written, not multiplied: a later key may be NaN.
 template <class T>
-static void causal_weights(const T* phi_q, int64_t d, int64_t q_row, const T* phi_t, int64_t rows, T* weights) {
-  for (int64_t r = 0; r < rows; r += kTileRows)
-    with_rows<kTileRows>(rows - r, [&](auto tile_rows) {
+static void causal_weights(const T* phi_q, const Widths<T>& w, const T* phi_t, int64_t rows, T* weights) {
+  for (int64_t r = 0; r < rows; r += kWidestRows)
+    with_rows<kWidestRows>(rows - r, [&](auto tile_rows) {
       constexpr int MR = decltype(tile_rows)::value;
-      for_strips<T, kTileVectors>(round_up<T>(r + MR), [&](auto vectors, int64_t c) {
-        product_tile<T, MR, decltype(vectors)::value>(d, phi_q + r * q_row, q_row, phi_t + c, kChunkRow<T>,
+      const int64_t columns = round_up<T>(r + MR);
+      for_strips<T, kTileVectors>(columns, [&](auto vectors, int64_t c) {
+        product_tile<T, MR, decltype(vectors)::value>(w.d, phi_q + r * w.d_row, w.d_row, phi_t + c, kChunkRow<T>,
                                                       static_cast<const T*>(nullptr), weights + r * kChunkRow<T> + c,
                                                       kChunkRow<T>);
       });
+      for (int64_t i = 0; i < MR; ++i)
+        for (int64_t c = r + i + 1; c < columns; ++c) weights[(r + i) * kChunkRow<T> + c] = 0;
     });
 }
 
-// The sum of a row's weights on the keys 0..last, vectors first: lanes beyond `last` are never read.
+// dots: (rows, lanes) += the weights of the row on the keys up to its own.
 template <class T>
-static inline T sum_to(const T* weights, int64_t last) {
-  Vec<T> sum = {};
-  int64_t c = 0;
-  for (; c + kLanes<T> <= last + 1; c += kLanes<T>) sum += load(weights + c);
-  T total = sum_lanes<T>(sum);
-  for (; c <= last; ++c) total += weights[c];
-  return total;
+static void add_weights(const T* weights, int64_t rows, T* dots) {
+  for (int64_t r = 0; r < rows; ++r) {
+    Vec<T> sum = load(dots + r * kLanes<T>);
+    for (int64_t c = 0; c <= r; c += kLanes<T>) sum += load(weights + r * kChunkRow<T> + c);
+    store(dots + r * kLanes<T>, sum);
+  }
 }
 
 // Rows of this chunk before the first key that passes a scale by more than the headroom: the chunk ends there, so
 // that the scale it raises touches no earlier row. x: raw keys.
 template <class T>
 static int64_t rows_within_headroom(const Layer& layer, StateRef state, const T* x, const uint8_t* kept, int64_t rows,
-                                    T* top) {
+                                    T* top, PendingSums<T>& pending) {
   const Widths<T> w(layer);
   for (int64_t r = 0; r < rows; ++r) {
     if (kept && !kept[r]) continue;
     column_exponents<T>(x + r * w.d_row, w.d_pad, 1, w.d_pad, nullptr, top);
-    for (int64_t d = 0; d < w.d; ++d) {
-      if (!(top[d] > T(kEmpty)) || top[d] > T(4 * kExpLimit)) continue;
-      if (state.log_scale[d] == kEmpty || top[d] > T(state.log_scale[d] + kHeadroom)) {
-        if (r > 0) return r;
-        raise_scale(layer, state, d, static_cast<int32_t>(top[d]));
-      }
-    }
+    if (!passes_scales(layer, state, top)) continue;
+    if (r > 0) return r;
+    pending.flush();
+    raise_scales(layer, state, top);
+    pending.prepare();
   }
   return rows;
 }
 
 template <class T>
-static void causal_of(const Layer& layer, StateRef state, const Heads& heads, int64_t begin, int64_t end,
+static bool causal_of(const Layer& layer, StateRef state, const Heads& heads, int64_t begin, int64_t end,
                       void* prepared, void* scratch) {
   const Widths<T> w(layer);
-  Prepared<T> ready(layer, prepared);
+  const Prepared<T> ready(layer, prepared);
   Arena arena(scratch);
   T* phi_k = arena.take<T>(kChunk * w.d_row);
   T* phi_t = arena.take<T>(w.d_pad * kChunkRow<T>);
   T* phi_q = arena.take<T>(kChunk * w.d_row);
   T* weights = arena.take<T>(kChunk * kChunkRow<T>);
   T* values = arena.take<T>(kChunk * w.v_row);
-  T* buffer = arena.take<T>(kChunk * w.v_row);
+  T* buffer = arena.take<T>(OutRows<T>::elements(w, kChunk));
   T* top = arena.take<T>(w.d_pad);
   RowScales<T> scales(arena, kChunk);
   uint8_t kept[kChunk];
 
-  prepare_of<T>(layer, state, prepared);
+  PendingSums<T> pending(layer, state, {heads.k, heads.v, heads.mask}, arena, &ready);
+  bool troubled = false;
   for (int64_t r0 = begin, rows; r0 < end; r0 += rows) {
     rows = min_of(kChunk, end - r0);
     const bool some = heads.mask.data && read_mask(heads.mask, r0, rows, kept) < rows;
     if (layer.map == Map::exp) {
       raw_rows(layer, heads.k, r0, rows, phi_k);
-      rows = rows_within_headroom<T>(layer, state, phi_k, some ? kept : nullptr, rows, top);
-      prepare_of<T>(layer, state, prepared);
+      rows = rows_within_headroom<T>(layer, state, phi_k, some ? kept : nullptr, rows, top, pending);
       exp_keys(layer, ready.scale, phi_k, rows);
     } else {
       map_block(layer, heads.k, r0, rows, phi_k);
@@ -105,24 +106,26 @@ static void causal_of(const Layer& layer, StateRef state, const Heads& heads, in
     transpose_block(phi_k, w, rows, phi_t);
 
     for (int64_t g = 0; g < heads.groups; ++g) {
-      map_queries(layer, ready, heads.q[g], r0, rows, phi_q, scales.power);
-      causal_weights(phi_q, w.d, w.d_row, phi_t, rows, weights);
-      for (int64_t r = 0; r < rows; ++r)
-        scales.total[r] = dot(phi_q + r * w.d_row, ready.k_sum, w.d_pad) + sum_to(weights + r * kChunkRow<T>, r);
+      map_queries(layer, ready, heads.q[g], r0, rows, phi_q, scales.power, scales.dots);
+      causal_weights(phi_q, w, phi_t, rows, weights);
+      add_weights(weights, rows, scales.dots);
       scales.close(layer, rows);
-      const OutRows<T> out(layer, heads.out[g], r0, buffer);
+      const OutRows<T> out(layer, heads.out[g], r0, buffer, kChunk);
       for_strips<T, kTileVectors>(w.v_pad, [&](auto vectors, int64_t c) {
-        for (int64_t r = 0; r < rows; r += kTileRows)
-          with_rows<kTileRows>(rows - r, [&](auto tile_rows) {
-            causal_tile<T, decltype(tile_rows)::value, decltype(vectors)::value>(
+        constexpr int NV = decltype(vectors)::value;
+        for (int64_t r = 0; r < rows; r += kTileRows<NV>)
+          with_rows<kTileRows<NV>>(rows - r, [&](auto tile_rows) {
+            causal_tile<T, decltype(tile_rows)::value, NV>(
                 w.d, phi_q + r * w.d_row, w.d_row, ready.kv + c, w.v_row, r, weights + r * kChunkRow<T>, kChunkRow<T>, v.data + c,
                 v.row, scales.factor + r, out.data + r * out.row + c, out.row);
           });
       });
-      finish_rows(layer, heads.out[g], r0, rows, out, scales);
+      troubled |= finish_rows(layer, heads.out[g], r0, rows, out, scales, phi_q);
     }
-    add_outer<T>(layer, phi_k, v, rows, state, &ready);
+    pending.add(phi_k, v, r0, rows);
   }
+  pending.flush();
+  return troubled;
 }
 
 }  // namespace LINATTN_ISA_NS

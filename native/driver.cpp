@@ -81,9 +81,13 @@ class Run {
           }
           break;
         case Form::query:
-          allocate_shared(true);
-          stages[count++] = {units_, guarded<&Run::prepare_given>};
-          stages[count++] = {units_ * groups_ * query_pieces_, guarded<&Run::query_piece>};
+          if (whole()) {
+            stages[count++] = {units_, guarded<&Run::whole_query>};
+          } else {
+            allocate_shared(true);
+            stages[count++] = {units_, guarded<&Run::prepare_given>};
+            stages[count++] = {units_ * groups_ * query_pieces_, guarded<&Run::query_piece>};
+          }
           break;
         case Form::causal:
           if (whole()) {
@@ -108,6 +112,9 @@ class Run {
     }
     return !failed_.load();
   }
+
+  // Whether rows of output have left the working precision's range and hold something not finite.
+  bool troubled() const { return troubled_.load(); }
 
  private:
   bool exponential() const { return p_.layer.map == Map::exp; }
@@ -142,7 +149,11 @@ class Run {
     return pieces > 0 ? pieces : 1;
   }
 
-  bool whole() const { return pieces_ == 1 && (p_.form != Form::parallel || groups_ * query_pieces_ <= 2); }
+  // Whether one thread does all of a unit, so that no more states exist at a time than threads.
+  bool whole() const {
+    const bool wide_queries = p_.form == Form::parallel || p_.form == Form::query;
+    return pieces_ == 1 && (!wide_queries || units_ >= kPieces || groups_ * query_pieces_ <= 2);
+  }
 
   struct Range {
     int64_t begin, end;
@@ -287,16 +298,26 @@ class Run {
     }
   }
 
+  void note(bool trouble) {
+    if (trouble) troubled_.store(true, std::memory_order_relaxed);
+  }
+
   void whole_parallel(int64_t unit) {
     const Own mine = own();
     const Place at = place_of(unit, 0);
     const StateRef state = result_or(unit, mine.state);
     start(state, at.before);
     kernels_.absorb(p_.layer, state, at.k, at.v, at.mask, 0, keys_of(unit), mine.scratch);
+    query_all(unit, state, mine);
+  }
+
+  void whole_query(int64_t unit) { query_all(unit, state_at(p_.before, place_of(unit, 0).before), own()); }
+
+  void query_all(int64_t unit, StateRef state, const Own& mine) {
     kernels_.prepare(p_.layer, state, mine.prepared);
     for (int64_t g = 0; g < groups_; ++g) {
       const Place here = place_of(unit, g);
-      kernels_.query(p_.layer, mine.prepared, here.q, here.out, 0, queries_of(unit), mine.scratch);
+      note(kernels_.query(p_.layer, mine.prepared, here.q, here.out, 0, queries_of(unit), mine.scratch));
     }
   }
 
@@ -354,7 +375,7 @@ class Run {
     const Range rows = piece_of(queries_of(unit), query_pieces_, piece);
     const Own mine = own();
     const Place at = place_of(unit, group);
-    kernels_.query(p_.layer, prepared(unit), at.q, at.out, rows.begin, rows.end, mine.scratch);
+    note(kernels_.query(p_.layer, prepared(unit), at.q, at.out, rows.begin, rows.end, mine.scratch));
   }
 
   void quadratic_piece(int64_t index) {
@@ -363,7 +384,8 @@ class Run {
     const Range rows = piece_of(queries_of(unit), query_pieces_, piece);
     const Own mine = own();
     const Place at = place_of(unit, group);
-    kernels_.quadratic(p_.layer, at.q, at.k, at.v, at.mask, keys_of(unit), at.out, rows.begin, rows.end, mine.scratch);
+    note(kernels_.quadratic(p_.layer, at.q, at.k, at.v, at.mask, keys_of(unit), at.out, rows.begin, rows.end,
+                            mine.scratch));
   }
 
   void walk(int64_t unit, StateRef state, Range rows, const Own& mine) {
@@ -389,7 +411,7 @@ class Run {
     if (p_.form == Form::step)
       kernels_.step(p_.layer, state, heads, mine.scratch);
     else
-      kernels_.causal(p_.layer, state, heads, rows.begin, rows.end, mine.prepared, mine.scratch);
+      note(kernels_.causal(p_.layer, state, heads, rows.begin, rows.end, mine.prepared, mine.scratch));
   }
 
   void whole_causal(int64_t unit) {
@@ -437,7 +459,7 @@ class Run {
   int64_t units_ = 1;                // states of all sequences
   int64_t pieces_ = 1, query_pieces_ = 1;
   Memory shared_, prepared_;
-  std::atomic<bool> failed_{false};
+  std::atomic<bool> failed_{false}, troubled_{false};
 };
 
 }  // namespace
@@ -449,6 +471,13 @@ bool prefers_quadratic(int64_t n_q, int64_t n_k, int64_t features, int64_t d_v, 
   return quadratic < linear;
 }
 
-bool solve(const Problem& problem, const Kernels& kernels, int threads) { return Run(problem, kernels, threads).solve(); }
+bool solve(const Problem& problem, const Kernels& kernels, int threads) {
+  Run run(problem, kernels, threads);
+  if (!run.solve()) return false;
+  if (!run.troubled()) return true;
+  Problem again = problem;
+  again.layer.repair = true;
+  return Run(again, kernels, threads).solve();
+}
 
 }  // namespace linattn

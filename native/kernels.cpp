@@ -16,22 +16,27 @@
 namespace linattn {
 namespace LINATTN_ISA_NS {
 
+// The most that one of the functions takes; each piece is rounded up to 64 bytes.
 template <class T>
 static int64_t scratch_bytes_of(const Layer& layer) {
   const Widths<T> w(layer);
-  const int64_t item = sizeof(T);
-  const int64_t block = max_of(rows_per_block<T>(kFlushRows, w.d_pad), rows_per_block<T>(kQueryRows, w.d_pad));
-  const int64_t blocks = block * (w.d_row + w.v_row + 4) * item + block;
-  const int64_t chunks = (kChunk * (2 * w.d_row + 2 * w.v_row + 4) + (w.d_pad + kChunk) * kChunkRow<T>) * item;
-  const int64_t quadratic = kChunk * (w.v_row + 1) * 8 + prepared_bytes_of<T>(layer);
-  const int64_t rows = 4 * (w.d_row + w.v_row) * 8;
-  return blocks + chunks + quadratic + rows + 32 * 64;  // each of the pieces is rounded up to 64 bytes
+  const int64_t item = sizeof(T), pieces = 24 * 64;
+  const int64_t query_rows = rows_per_block<T>(kQueryRows, w.d_pad);
+  const int64_t query =
+      (query_rows * w.d_row + OutRows<T>::elements(w, query_rows) + RowScales<T>::elements(query_rows)) * item;
+  const int64_t chunk = (kChunk * (2 * w.d_row + w.v_row) + (w.d_pad + kChunk) * kChunkRow<T> + w.d_pad +
+                         OutRows<T>::elements(w, kChunk) + RowScales<T>::elements(kChunk)) *
+                        item;
+  const int64_t causal = chunk + absorb_bytes<T>(layer);
+  const int64_t quadratic = chunk + (kChunk * (w.v_row + 1) + w.d) * 8 + prepared_bytes_of<T>(layer);
+  const int64_t step = step_bytes(layer);
+  return max_of(max_of(max_of(query, causal), max_of(quadratic, step)), absorb_bytes<T>(layer)) + pieces;
 }
 
 // Calls f(T) with the working precision of the layer.
 template <class F>
 static inline auto in_precision(const Layer& layer, F&& f) {
-  return layer.dtype == DType::float64 ? f(double()) : f(float());
+  return layer.dtype == DType::float64 || layer.repair ? f(double()) : f(float());
 }
 
 static int64_t scratch_bytes(const Layer& layer) {
@@ -47,19 +52,20 @@ static void absorb(const Layer& layer, StateRef state, View k, View v, MaskView 
 static void prepare(const Layer& layer, StateRef state, void* prepared) {
   in_precision(layer, [&](auto t) { prepare_of<decltype(t)>(layer, state, prepared); });
 }
-static void query(const Layer& layer, const void* prepared, View q, OutView out, int64_t begin, int64_t end,
+static bool query(const Layer& layer, const void* prepared, View q, OutView out, int64_t begin, int64_t end,
                   void* scratch) {
-  in_precision(layer, [&](auto t) { query_of<decltype(t)>(layer, prepared, q, out, begin, end, scratch); });
+  return in_precision(layer, [&](auto t) { return query_of<decltype(t)>(layer, prepared, q, out, begin, end, scratch); });
 }
-static void causal(const Layer& layer, StateRef state, const Heads& heads, int64_t begin, int64_t end, void* prepared,
+static bool causal(const Layer& layer, StateRef state, const Heads& heads, int64_t begin, int64_t end, void* prepared,
                    void* scratch) {
-  in_precision(layer,
-               [&](auto t) { causal_of<decltype(t)>(layer, state, heads, begin, end, prepared, scratch); });
+  return in_precision(layer, [&](auto t) {
+    return causal_of<decltype(t)>(layer, state, heads, begin, end, prepared, scratch);
+  });
 }
-static void quadratic(const Layer& layer, View q, View k, View v, MaskView mask, int64_t n_k, OutView out,
+static bool quadratic(const Layer& layer, View q, View k, View v, MaskView mask, int64_t n_k, OutView out,
                       int64_t begin, int64_t end, void* scratch) {
-  in_precision(layer, [&](auto t) {
-    quadratic_of<decltype(t)>(layer, q, k, v, mask, n_k, out, begin, end, scratch);
+  return in_precision(layer, [&](auto t) {
+    return quadratic_of<decltype(t)>(layer, q, k, v, mask, n_k, out, begin, end, scratch);
   });
 }
 static void step(const Layer& layer, StateRef state, const Heads& heads, void* scratch) {

@@ -45,6 +45,9 @@ struct Layer {
   int64_t features;  // D
   int64_t d_v;
   double eps;
+  // A second pass, in double with every row of phi(q) scaled to about 1, over what left the range of the first: it
+  // writes those rows only that hold something not finite.
+  bool repair = false;
 };
 
 // One attention of n_k keys and n_q queries each for `groups` query heads that share them.
@@ -65,12 +68,15 @@ struct Kernels {
   // Bytes of, and the state in the form that queries read: rounded to the working precision, padded.
   int64_t (*prepared_bytes)(const Layer&);
   void (*prepare)(const Layer&, StateRef, void* prepared);
+  // The three that write rows of output return whether a row left the range of the working precision (an overflow, or
+  // a denominator so small that its terms may have vanished). Such rows hold NaN or infinity: run again with repair.
+  //
   // out rows [begin, end) = queries of a prepared state.
-  void (*query)(const Layer&, const void* prepared, View q, OutView out, int64_t begin, int64_t end, void* scratch);
+  bool (*query)(const Layer&, const void* prepared, View q, OutView out, int64_t begin, int64_t end, void* scratch);
   // Causal rows [begin, end); the state holds the keys before `begin` and afterwards those before `end`.
-  void (*causal)(const Layer&, StateRef, const Heads&, int64_t begin, int64_t end, void* prepared, void* scratch);
+  bool (*causal)(const Layer&, StateRef, const Heads&, int64_t begin, int64_t end, void* prepared, void* scratch);
   // out rows [begin, end) by (phi(q) phi(k)^T) v over all n_k keys.
-  void (*quadratic)(const Layer&, View q, View k, View v, MaskView, int64_t n_k, OutView out, int64_t begin,
+  bool (*quadratic)(const Layer&, View q, View k, View v, MaskView, int64_t n_k, OutView out, int64_t begin,
                     int64_t end, void* scratch);
   // One position: absorb one key and value, then query `groups` rows.
   void (*step)(const Layer&, StateRef, const Heads&, void* scratch);

@@ -8,11 +8,11 @@
 namespace linattn {
 namespace LINATTN_ISA_NS {
 
-// Rows summed in the working precision before they enter the double state. 512 would save 1.5 % and double the
-// rounding error of a block.
-constexpr int64_t kFlushRows = 256;
-constexpr int64_t kQueryRows = 96;   // a multiple of the tile's rows; phi(q) of a block stays in the first-level cache
-constexpr int64_t kChunk = 64;       // causal rows that see each other through a masked product
+// Rows whose sums stay in the working precision, in blocks of kAbsorbRows, before they enter the double state.
+constexpr int64_t kFlushRows = 512;
+constexpr int64_t kAbsorbRows = 64;  // phi(k) and a strip of v of one block fit the first-level cache
+constexpr int64_t kQueryRows = 96;   // a multiple of all tiles' rows; phi(q) of a block stays in the first-level cache
+constexpr int64_t kChunk = 32;       // causal rows that see each other through a masked product
 template <class T>
 constexpr int64_t kChunkRow = kChunk + kLanes<T>;  // row stride of (., kChunk) blocks, see Widths
 constexpr int64_t kBlockBytes = 1 << 17;  // phi(k) of a block at most, so that wide maps stay in the second-level cache
@@ -20,7 +20,7 @@ constexpr int64_t kBlockBytes = 1 << 17;  // phi(k) of a block at most, so that 
 template <class T>
 static int64_t rows_per_block(int64_t wanted, int64_t padded) {
   const int64_t fit = kBlockBytes / (padded * static_cast<int64_t>(sizeof(T)));
-  return max_of(kTallRows, min_of(wanted, fit));
+  return max_of(12, min_of(wanted, fit));
 }
 
 class Arena {

@@ -6,12 +6,13 @@
 namespace linattn {
 namespace LINATTN_ISA_NS {
 
-// A tile is kTileRows x (kTileVectors * lanes) accumulators. 6 x 2 fills 16 registers (12 accumulators, 2 of b,
-// 1 broadcast); with 32 registers a tile of 12 x 2 reads less of b, and 6 x 4 less of a.
-constexpr int kTileRows = 6;
-constexpr int kTileVectors = kVectorRegisters >= 32 ? 4 : 2;
-constexpr int kTallRows = kVectorRegisters >= 32 ? 12 : 6;
-constexpr int kTallVectors = 2;
+// A tile is MR rows x NV vectors of accumulators. With 16 registers 4 x 3 is best (12 accumulators, 3 of b, 1
+// broadcast: 7 loads for 12 products); what is left of a width takes 6 x 2, and 8 x 1 so that one product needn't wait
+// for the last. With 32 registers, 6 x 4.
+constexpr int kTileVectors = kVectorRegisters >= 32 ? 4 : 3;
+template <int NV>
+constexpr int kTileRows = kVectorRegisters >= 32 ? (NV >= 4 ? 6 : NV == 3 ? 8 : 12) : (NV >= 3 ? 4 : NV == 2 ? 6 : 8);
+constexpr int kWidestRows = kTileRows<kTileVectors>;  // rows of the widest tile
 
 // Hides from the compiler that a value does not change, so that it computes addresses from it in the loop.
 #if defined(__GNUC__) || defined(__clang__)
@@ -31,25 +32,40 @@ struct Tile {
       for (int j = 0; j < NV; ++j) at[i][j] = Vec<T>{};
   }
 
+  // at: (MR, NV * lanes) += the product of one column of a, a[i * a_row] for i < MR, and one row of b
+  void multiply_add_one(const T* low, const T* high, int64_t a_row, const T* b) {
+    Vec<T> right[NV];
+#pragma GCC unroll 4
+    for (int j = 0; j < NV; ++j) right[j] = load(b + j * kLanes<T>);
+#pragma GCC unroll 16
+    for (int i = 0; i < MR; ++i) {
+      const Vec<T> left = splat(i < 3 ? low[i * a_row] : high[(i - 3) * a_row]);
+#pragma GCC unroll 4
+      for (int j = 0; j < NV; ++j) at[i][j] += left * right[j];
+    }
+  }
+
   // at: (MR, NV * lanes) += a: (MR, depth) * b: (depth, NV * lanes)
   void multiply_add(int64_t depth, const T* a, int64_t a_row, const T* b, int64_t b_row) {
     // Rows 3, 4, 5 are reached from a second pointer, so that each address is base + stride * {0, 1, 2}. Left to
-    // itself the compiler keeps one offset a row, spills them and loads them back in the loop (-15 %).
+    // itself the compiler keeps one offset a row, spills them and loads them back in the loop (-15 %). Four steps a
+    // turn: a turn of one step has more address arithmetic than the core can issue beside its 12 products (-6 %).
     const T* low = a;
     const T* high = a + 3 * a_row;
-    for (int64_t p = 0; p < depth; ++p) {
+    int64_t p = 0;
+    for (; p + 4 <= depth; p += 4) {
       LINATTN_OPAQUE(a_row);
-      Vec<T> right[NV];
 #pragma GCC unroll 4
-      for (int j = 0; j < NV; ++j) right[j] = load(b + j * kLanes<T>);
-#pragma GCC unroll 16
-      for (int i = 0; i < MR; ++i) {
-        const Vec<T> left = splat(i < 3 ? low[i * a_row] : high[(i - 3) * a_row]);
-#pragma GCC unroll 4
-        for (int j = 0; j < NV; ++j) at[i][j] += left * right[j];
+      for (int step = 0; step < 4; ++step) {
+        multiply_add_one(low + step, high + step, a_row, b);
+        b += b_row;
       }
-      ++low;
-      ++high;
+      low += 4;
+      high += 4;
+    }
+    for (; p < depth; ++p) {
+      LINATTN_OPAQUE(a_row);
+      multiply_add_one(low++, high++, a_row, b);
       b += b_row;
     }
   }
@@ -57,15 +73,7 @@ struct Tile {
   // at: (MR, NV * lanes) += a: (depth, MR)^T * b: (depth, NV * lanes)
   void multiply_add_columns(int64_t depth, const T* a, int64_t a_row, const T* b, int64_t b_row) {
     for (int64_t p = 0; p < depth; ++p) {
-      Vec<T> right[NV];
-#pragma GCC unroll 4
-      for (int j = 0; j < NV; ++j) right[j] = load(b + j * kLanes<T>);
-#pragma GCC unroll 16
-      for (int i = 0; i < MR; ++i) {
-        const Vec<T> left = splat(a[i]);
-#pragma GCC unroll 4
-        for (int j = 0; j < NV; ++j) at[i][j] += left * right[j];
-      }
+      multiply_add_one(a, a + 3, 1, b);
       a += a_row;
       b += b_row;
     }
@@ -90,12 +98,24 @@ struct Tile {
   }
 };
 
+// Row i times factor[i].
 template <class T, int MR, int NV>
 static inline void emit_tile(const Tile<T, MR, NV>& tile, const T* factor, T* to, int64_t to_row) {
 #pragma GCC unroll 16
   for (int i = 0; i < MR; ++i)
 #pragma GCC unroll 4
     for (int j = 0; j < NV; ++j) store(to + i * to_row + j * kLanes<T>, tile.at[i][j] * factor[i]);
+}
+
+template <class T, int MR, int NV>
+static inline void add_tile(const Tile<T, MR, NV>& tile, T* to, int64_t to_row) {
+#pragma GCC unroll 16
+  for (int i = 0; i < MR; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < NV; ++j) {
+      T* at = to + i * to_row + j * kLanes<T>;
+      store(at, load(at) + tile.at[i][j]);
+    }
 }
 
 template <class T, int MR, int NV>
@@ -122,14 +142,15 @@ template <class T, int MR, int NV>
     keep_tile(tile, out, out_row);
 }
 
-// out: (MR, NV * lanes) = a: (depth, MR)^T b: (depth, NV * lanes)
+// to: (MR, NV * lanes) += a: (depth, MR)^T b: (depth, NV * lanes); `also`, unless it is null, the same
 template <class T, int MR, int NV>
-[[gnu::noinline]] static void outer_tile(int64_t depth, const T* a, int64_t a_row, const T* b, int64_t b_row, T* out,
-                                         int64_t out_row) {
+[[gnu::noinline]] static void add_outer_tile(int64_t depth, const T* a, int64_t a_row, const T* b, int64_t b_row,
+                                             T* to, T* also, int64_t to_row) {
   Tile<T, MR, NV> tile;
   tile.zero();
   tile.multiply_add_columns(depth, a, a_row, b, b_row);
-  keep_tile(tile, out, out_row);
+  add_tile(tile, to, to_row);
+  if (also) add_tile(tile, also, to_row);
 }
 
 // One tile of causal output: a state's part (depth D), the keys of the chunk before the tile (depth `before`), and
@@ -164,17 +185,24 @@ static inline void with_rows(int64_t rows, Body&& body) {
   body(Count<Max>{});
 }
 
-// Calls body(Count<NV>, first column) over the strips that cover `padded` columns (whole vectors).
+// Calls body(Count<n>, first column) over strips of n <= NV vectors that cover `padded` columns (whole vectors). A
+// single vector is avoided: four are 2 + 2 where 3 is the most.
 template <class T, int NV, class Body>
 static inline void for_strips(int64_t padded, Body&& body) {
-  int64_t c = 0;
-  for (; c + NV * kLanes<T> <= padded; c += NV * kLanes<T>) body(Count<NV>{}, c);
-  if constexpr (NV > 2)
-    if (c + 2 * kLanes<T> <= padded) {
-      body(Count<2>{}, c);
-      c += 2 * kLanes<T>;
+  const int64_t vectors = padded / kLanes<T>;
+  int64_t at = 0;
+  while (vectors - at >= NV && !(NV == 3 && vectors - at == 4)) {
+    body(Count<NV>{}, at * kLanes<T>);
+    at += NV;
+  }
+  if constexpr (NV > 3)
+    if (vectors - at == 3) {
+      body(Count<3>{}, at * kLanes<T>);
+      at += 3;
     }
-  for (; c < padded; c += kLanes<T>) body(Count<1>{}, c);
+  if constexpr (NV > 2)
+    for (; vectors - at >= 2; at += 2) body(Count<2>{}, at * kLanes<T>);
+  for (; at < vectors; ++at) body(Count<1>{}, at * kLanes<T>);
 }
 
 }  // namespace LINATTN_ISA_NS

@@ -6,8 +6,19 @@
 namespace linattn {
 namespace LINATTN_ISA_NS {
 
+// The sum of the first `count` weights; the lanes beyond hold products with padding, which are 0 or NaN.
 template <class T>
-static void quadratic_of(const Layer& layer, View q, View k, View v, MaskView mask, int64_t n_k, OutView out,
+static inline T sum_of(const T* weights, int64_t count) {
+  Vec<T> sum = {};
+  int64_t c = 0;
+  for (; c + kLanes<T> <= count; c += kLanes<T>) sum += load(weights + c);
+  T total = sum_lanes<T>(sum);
+  for (; c < count; ++c) total += weights[c];
+  return total;
+}
+
+template <class T>
+static bool quadratic_of(const Layer& layer, View q, View k, View v, MaskView mask, int64_t n_k, OutView out,
                          int64_t begin, int64_t end, void* scratch) {
   const Widths<T> w(layer);
   Arena arena(scratch);
@@ -16,7 +27,7 @@ static void quadratic_of(const Layer& layer, View q, View k, View v, MaskView ma
   T* phi_q = arena.take<T>(kChunk * w.d_row);
   T* weights = arena.take<T>(kChunk * kChunkRow<T>);
   T* values = arena.take<T>(kChunk * w.v_row);
-  T* buffer = arena.take<T>(kChunk * w.v_row);
+  T* buffer = arena.take<T>(OutRows<T>::elements(w, kChunk));
   T* top = arena.take<T>(w.d_pad);
   double* sums = arena.take<double>(kChunk * w.v_row);
   double* denominators = arena.take<double>(kChunk);
@@ -24,6 +35,7 @@ static void quadratic_of(const Layer& layer, View q, View k, View v, MaskView ma
   RowScales<T> scales(arena, kChunk);
   Prepared<T> ready(layer, arena.take<char>(prepared_bytes_of<T>(layer)));
   uint8_t kept[kChunk];
+  bool troubled = false;
 
   if (layer.map == Map::exp) {  // the scales of all keys first: they only have to be raised, no sums exist yet
     for (int64_t d = 0; d < w.d; ++d) log_scale[d] = kEmpty;
@@ -33,14 +45,15 @@ static void quadratic_of(const Layer& layer, View q, View k, View v, MaskView ma
       raw_rows(layer, k, c0, keys, phi_k);
       column_exponents<T>(phi_k, w.d_row, keys, w.d_pad, some ? kept : nullptr, top);
       for (int64_t d = 0; d < w.d; ++d)
-        if (top[d] > T(log_scale[d]) && !(top[d] > T(4 * kExpLimit))) log_scale[d] = static_cast<int32_t>(top[d]);
+        if (top[d] > T(log_scale[d]) && !(top[d] > 2 * kExpLimit<T>)) log_scale[d] = static_cast<int32_t>(top[d]);
     }
     prepare_scales(layer, log_scale, ready.scale);
   }
+  for (int64_t d = 0; d < w.d_pad; ++d) ready.k_sum[d] = 0;
 
   for (int64_t r0 = begin; r0 < end; r0 += kChunk) {
     const int64_t rows = min_of(kChunk, end - r0);
-    map_queries(layer, ready, q, r0, rows, phi_q, scales.power);
+    map_queries(layer, ready, q, r0, rows, phi_q, scales.power, scales.dots);
     for (int64_t i = 0; i < rows * w.v_row; ++i) sums[i] = 0;
     for (int64_t r = 0; r < rows; ++r) denominators[r] = 0;
 
@@ -62,8 +75,8 @@ static void quadratic_of(const Layer& layer, View q, View k, View v, MaskView ma
         clear_masked(kept, values, w.v_row, keys);
       }
       transpose_block(phi_k, w, keys, phi_t);
-      for (int64_t r = 0; r < rows; r += kTileRows)
-        with_rows<kTileRows>(rows - r, [&](auto tile_rows) {
+      for (int64_t r = 0; r < rows; r += kWidestRows)
+        with_rows<kWidestRows>(rows - r, [&](auto tile_rows) {
           constexpr int MR = decltype(tile_rows)::value;
           for_strips<T, kTileVectors>(round_up<T>(keys), [&](auto vectors, int64_t c) {
             constexpr int NV = decltype(vectors)::value;
@@ -80,17 +93,18 @@ static void quadratic_of(const Layer& layer, View q, View k, View v, MaskView ma
           });
         });
       for (int64_t r = 0; r < rows; ++r)
-        denominators[r] += static_cast<double>(sum_to(weights + r * kChunkRow<T>, keys - 1));
+        denominators[r] += static_cast<double>(sum_of(weights + r * kChunkRow<T>, keys));
     }
 
     for (int64_t r = 0; r < rows; ++r) scales.total[r] = static_cast<T>(denominators[r]);
-    scales.close(layer, rows);
-    const OutRows<T> ready_rows(layer, out, r0, buffer);
+    scales.divide(layer, rows);
+    const OutRows<T> ready_rows(layer, out, r0, buffer, kChunk);
     for (int64_t r = 0; r < rows; ++r)
-      for (int64_t c = 0; c < w.v; ++c)
+      for (int64_t c = 0; c < w.v; ++c) 
         ready_rows.data[r * ready_rows.row + c] = static_cast<T>(sums[r * w.v_row + c]) * scales.factor[r];
-    finish_rows(layer, out, r0, rows, ready_rows, scales);
+    troubled |= finish_rows(layer, out, r0, rows, ready_rows, scales, phi_q);
   }
+  return troubled;
 }
 
 }  // namespace LINATTN_ISA_NS

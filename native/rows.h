@@ -10,6 +10,15 @@ namespace LINATTN_ISA_NS {
 
 // ---- phi of a block of keys ------------------------------------------------------------------------------
 
+// Whether rows of phi(q) are kept divided by a power of two: eps and unnormalised sums are then in other units.
+static inline bool has_row_powers(const Layer& layer) { return layer.map == Map::exp || layer.repair; }
+
+// Maps whose value is never 0, however small.
+static inline bool is_positive(Map map) { return map == Map::elu1 || map == Map::softplus || map == Map::sigmoid; }
+
+// A float sum of positive values below this may have lost terms that are no normal floats.
+constexpr double kLeastSum = 1.0 / (1ull << 63) / (1ull << 37);
+
 static int64_t read_mask(MaskView mask, int64_t begin, int64_t rows, uint8_t* kept) {
   int64_t count = 0;
   for (int64_t r = 0; r < rows; ++r) {
@@ -51,18 +60,25 @@ static void raise_scale(const Layer& layer, StateRef state, int64_t d, int32_t t
   state.log_scale[d] = to;
 }
 
-// Raises the scales that `top` (exponents of keys, one a feature) passes by more than the headroom.
+// Whether `top` (exponent of a key, kEmpty for none) passes the scale of feature d by more than the headroom. Infinite
+// keys pass nothing: exp_shifted gives NaN for them.
 template <class T>
-static bool raise_scales(const Layer& layer, StateRef state, const T* top) {
-  bool raised = false;
-  for (int64_t d = 0; d < layer.features; ++d) {
-    if (!(top[d] > T(kEmpty))) continue;
-    if (state.log_scale[d] != kEmpty && !(top[d] > T(state.log_scale[d] + kHeadroom))) continue;
-    if (top[d] > T(4 * kExpLimit)) continue;  // infinite keys: exp_shifted gives NaN
-    raise_scale(layer, state, d, static_cast<int32_t>(top[d]));
-    raised = true;
-  }
-  return raised;
+static inline bool passes_scale(StateRef state, int64_t d, T top) {
+  if (!(top > T(kEmpty)) || top > 2 * kExpLimit<T>) return false;
+  return state.log_scale[d] == kEmpty || top > T(state.log_scale[d] + kHeadroom);
+}
+
+template <class T>
+static bool passes_scales(const Layer& layer, StateRef state, const T* top) {
+  bool any = false;
+  for (int64_t d = 0; d < layer.features; ++d) any |= passes_scale(state, d, top[d]);
+  return any;
+}
+
+template <class T>
+static void raise_scales(const Layer& layer, StateRef state, const T* top) {
+  for (int64_t d = 0; d < layer.features; ++d)
+    if (passes_scale(state, d, top[d])) raise_scale(layer, state, d, static_cast<int32_t>(top[d]));
 }
 
 // exp of raw keys x: (rows, d_pad), in place, with the state's scales; padding columns become 0.
@@ -81,36 +97,72 @@ template <class T>
 static void raw_rows(const Layer& layer, View view, int64_t begin, int64_t rows, T* block) {
   const Widths<T> w(layer);
   const Rows<T> src = rows_of<T>(layer.dtype, view, begin, rows, w.d, false, block, w.d_row);
-  if (src.data != block) apply_map<T>(Map::identity, src.data, src.row, block, w.d_row, rows, w.d);
+  if (src.data != block) apply_map<T, false>(Map::identity, src.data, src.row, block, w.d_row, rows, w.d, nullptr, nullptr);
 }
 
 template <class T>
 static void map_block(const Layer& layer, View view, int64_t begin, int64_t rows, T* block) {
   const Widths<T> w(layer);
   const Rows<T> src = rows_of<T>(layer.dtype, view, begin, rows, w.d, false, block, w.d_row);
-  apply_map<T>(layer.map, src.data, src.row, block, w.d_row, rows, w.d);
+  apply_map<T, false>(layer.map, src.data, src.row, block, w.d_row, rows, w.d, nullptr, nullptr);
 }
 
-// phi(q) of a block, and row_scale: the row's value is block * 2^row_scale[r] (exponential maps; otherwise 0).
+// Divides each row of a block by the power of two that brings its greatest element to 1..2, and its products with k_sum
+// anew.
+template <class T>
+static void scale_rows(const Widths<T>& w, const Prepared<T>& state, int64_t rows, T* block, T* power, T* dots) {
+  for (int64_t r = 0; r < rows; ++r) {
+    T* row = block + r * w.d_row;
+    T greatest = 0;
+    for (int64_t d = 0; d < w.d; ++d) {
+      const T size = row[d] < 0 ? -row[d] : row[d];
+      if (size > greatest) greatest = size;
+    }
+    int exponent = 0;
+    if (greatest > 0 && greatest <= Format<T>::kMost) {
+      Int<T> bits;
+      __builtin_memcpy(&bits, &greatest, sizeof bits);
+      exponent = static_cast<int>(bits >> Format<T>::kMantissaBits) - Format<T>::kBias;
+    }
+    power[r] = T(exponent);
+    const T half = static_cast<T>(exact_power(-exponent / 2)), rest = static_cast<T>(exact_power(-exponent - -exponent / 2));
+    Vec<T> dot = {};
+    for (int64_t c = 0; c < w.d_pad; c += kLanes<T>) {
+      const Vec<T> scaled = load(row + c) * half * rest;
+      store(row + c, scaled);
+      dot += scaled * load(state.k_sum + c);
+    }
+    store(dots + r * kLanes<T>, dot);
+  }
+}
+
+// phi(q) of a block; power: a row's values are block * 2^power[r] (where rows are scaled, see has_row_powers); dots: (rows, lanes), the
+// products with the state's k_sum, to be summed over the lanes.
 template <class T>
 static void map_queries(const Layer& layer, const Prepared<T>& state, View q, int64_t begin, int64_t rows, T* block,
-                        T* row_scale) {
+                        T* power, T* dots) {
+  const Widths<T> w(layer);
   if (layer.map != Map::exp) {
-    map_block(layer, q, begin, rows, block);
+    const Rows<T> src = rows_of<T>(layer.dtype, q, begin, rows, w.d, false, block, w.d_row);
+    apply_map<T, true>(layer.map, src.data, src.row, block, w.d_row, rows, w.d, state.k_sum, dots);
+    if (layer.repair) scale_rows(w, state, rows, block, power, dots);
     return;
   }
-  const Widths<T> w(layer);
   raw_rows(layer, q, begin, rows, block);
   for (int64_t r = 0; r < rows; ++r) {
     T* row = block + r * w.d_row;
-    Vec<T> best = splat(T(2.0 * kEmpty));
+    Vec<T> best = splat(T(2.0 * kEmpty)), dot = {};
     for (int64_t c = 0; c < w.d_pad; c += kLanes<T>) {
       const Vec<T> n = exponent_of<T>(load(row + c)) + load(state.scale + c);
       best = (n > best) ? n : best;
     }
-    row_scale[r] = max_lanes<T>(best);
-    for (int64_t c = 0; c < w.d_pad; c += kLanes<T>)
-      store(row + c, exp_shifted<T>(load(row + c), load(state.scale + c) - row_scale[r]));
+    power[r] = max_lanes<T>(best);
+    for (int64_t c = 0; c < w.d_pad; c += kLanes<T>) {
+      const Vec<T> mapped = exp_shifted<T>(load(row + c), load(state.scale + c) - power[r]);
+      store(row + c, mapped);
+      dot += mapped * load(state.k_sum + c);
+    }
+    store(dots + r * kLanes<T>, dot);
   }
 }
 

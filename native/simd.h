@@ -121,9 +121,17 @@ static inline Vec<T> vmax(Vec<T> a, Vec<T> b) {
   return a > b ? a : b;
 }
 
+// Pairwise, in an order that depends on the vector width alone.
 template <class T>
 static inline T sum_lanes(Vec<T> v) {
-  // Pairwise, in an order that depends on the vector width alone.
+#if defined(__AVX__)
+  if constexpr (kVectorBytes == 32 && sizeof(T) == 4) {
+    const __m256 all = (__m256)v;
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+  }
+#endif
   T lanes[kLanes<T>];
   __builtin_memcpy(lanes, &v, sizeof v);
   for (int64_t half = kLanes<T> / 2; half > 0; half /= 2)
@@ -142,6 +150,29 @@ static inline T max_lanes(Vec<T> v) {
 template <class T>
 static inline void transpose_square(Vec<T> (&rows)[kLanes<T>]) {
   constexpr int n = static_cast<int>(kLanes<T>);
+#if defined(__AVX__)
+  // What the compiler makes of the general exchanges below takes five times as long here.
+  if constexpr (kVectorBytes == 32 && sizeof(T) == 4) {
+    __m256 quads[8];
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+      const __m256 a = _mm256_unpacklo_ps((__m256)rows[i], (__m256)rows[i + 1]);
+      const __m256 b = _mm256_unpackhi_ps((__m256)rows[i], (__m256)rows[i + 1]);
+      const __m256 c = _mm256_unpacklo_ps((__m256)rows[i + 2], (__m256)rows[i + 3]);
+      const __m256 d = _mm256_unpackhi_ps((__m256)rows[i + 2], (__m256)rows[i + 3]);
+      quads[i] = _mm256_shuffle_ps(a, c, 0x44);
+      quads[i + 1] = _mm256_shuffle_ps(a, c, 0xee);
+      quads[i + 2] = _mm256_shuffle_ps(b, d, 0x44);
+      quads[i + 3] = _mm256_shuffle_ps(b, d, 0xee);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      rows[i] = (Vec<T>)_mm256_permute2f128_ps(quads[i], quads[i + 4], 0x20);
+      rows[i + 4] = (Vec<T>)_mm256_permute2f128_ps(quads[i], quads[i + 4], 0x31);
+    }
+    return;
+  }
+#endif
 #pragma GCC unroll 8
   for (int step = 1; step < n; step *= 2) {
     IntVec<T> take_low, take_high;  // lane numbers into the concatenation (a, b)

@@ -46,65 +46,94 @@ static void sweep_state(int64_t features, int64_t d_v, double* kv, const double*
   }
 }
 
+// Scratch of a step, the double version of it included.
+static int64_t step_bytes(const Layer& layer) {
+  const Widths<double> w(layer);
+  return (6 * (w.d_row + w.v_row) + OutRows<double>::elements(w, 1) + RowScales<double>::elements(1)) * 8 +
+         prepared_bytes_of<double>(layer) + 16 * 64;
+}
+
+// phi of the one key, in double; false: it has left the range of T.
 template <class T>
-static void step_of(const Layer& layer, StateRef state, const Heads& heads, void* scratch) {
+static bool step_key(const Layer& layer, StateRef state, View k, double* phi_k, void* scratch) {
   const Widths<T> w(layer);
   Arena arena(scratch);
   T* row = arena.take<T>(w.d_row);
-  T* values = arena.take<T>(w.v_row);
   T* top = arena.take<T>(w.d_pad);
-  double* phi_k = arena.take<double>(w.d_pad);
+  T* scale = arena.take<T>(w.d_pad);
+  if (layer.map == Map::exp) {
+    raw_rows(layer, k, 0, 1, row);
+    column_exponents<T>(row, w.d_pad, 1, w.d_pad, nullptr, top);
+    raise_scales(layer, state, top);
+    prepare_scales(layer, state.log_scale, scale);
+    exp_keys(layer, scale, row, 1);
+  } else {
+    map_block(layer, k, 0, 1, row);
+  }
+  bool vanished = false;
+  for (int64_t d = 0; d < w.d; ++d) {
+    phi_k[d] = static_cast<double>(row[d]);
+    vanished |= row[d] == 0;
+  }
+  return all_finite(row, 0, 1, w.d) && !(vanished && is_positive(layer.map));
+}
+
+// One row of queries; false: it has left the range of T and holds nothing yet.
+template <class T, bool kUpdate>
+static bool step_query(const Layer& layer, StateRef state, View q, OutView out, const double* phi_k, const double* v,
+                       double* num, void* scratch) {
+  const Widths<T> w(layer);
+  Arena arena(scratch);
+  T* row = arena.take<T>(w.d_row);
+  T* buffer = arena.take<T>(OutRows<T>::elements(w, 1));
   double* phi_q = arena.take<double>(w.d_pad);
-  double* v = arena.take<double>(w.v_pad);
-  double* num = arena.take<double>(w.v_pad);
   RowScales<T> scales(arena, 1);
   Prepared<T> ready(layer, arena.take<char>(prepared_bytes_of<T>(layer)));  // for its scales alone
+  for (int64_t d = 0; d < w.d_pad; ++d) ready.k_sum[d] = 0;
+  if (layer.map == Map::exp) prepare_scales(layer, state.log_scale, ready.scale);
+  map_queries(layer, ready, q, 0, 1, row, scales.power, scales.dots);
+  for (int64_t d = 0; d < w.d; ++d) phi_q[d] = static_cast<double>(row[d]);
+  sweep_state<kUpdate>(w.d, w.v, state.kv, phi_k, v, phi_q, num);
 
-  const bool taken = !heads.mask.data || heads.mask.data[0] != 0;
-  if (taken) {
-    if (layer.map == Map::exp) {
-      raw_rows(layer, heads.k, 0, 1, row);
-      column_exponents<T>(row, w.d_pad, 1, w.d_pad, nullptr, top);
-      raise_scales(layer, state, top);
-      prepare_scales(layer, state.log_scale, ready.scale);
-      exp_keys(layer, ready.scale, row, 1);
-    } else {
-      map_block(layer, heads.k, 0, 1, row);
-    }
-    load_row<T>(layer.dtype, heads.v.data, heads.v.col, values, w.v);
-    for (int64_t d = 0; d < w.d; ++d) {
-      phi_k[d] = static_cast<double>(row[d]);
-      state.k_sum[d] += phi_k[d];
-    }
-    for (int64_t c = 0; c < w.v; ++c) v[c] = static_cast<double>(values[c]);
-  } else if (layer.map == Map::exp) {
-    prepare_scales(layer, state.log_scale, ready.scale);
+  double total = 1;
+  if (layer.normalize) {
+    double eps = layer.eps;
+    if (has_row_powers(layer) && eps > 0) eps *= exact_power(static_cast<int64_t>(-scales.power[0]));
+    total = eps;
+    for (int64_t d = 0; d < w.d; ++d) total += phi_q[d] * state.k_sum[d];
   }
+  if (!layer.repair && !(all_finite(row, 0, 1, w.d) && all_finite(num, 0, 1, w.v))) return false;
+  if (!layer.repair && layer.map != Map::exp && total > -1e-290 && total < 1e-290 && !zero_is_exact(layer, row, w.d))
+    return false;
+  const OutRows<T> to(layer, out, 0, buffer, 1);
+  for (int64_t c = 0; c < w.v; ++c) to.data[c] = total == 0 ? T(0) : static_cast<T>(num[c] / total);
+  if (has_row_powers(layer) && !layer.normalize) {
+    const int64_t power = static_cast<int64_t>(scales.power[0]), half = power / 2;
+    for (int64_t c = 0; c < w.v; ++c)
+      to.data[c] = static_cast<T>(num[c] * exact_power(half) * exact_power(power - half));
+  }
+  if (!to.direct) store_row<T>(layer.dtype, out.data, out.col, to.data, w.v);
+  return true;
+}
 
+template <class T>
+static void step_of(const Layer& layer, StateRef state, const Heads& heads, void* scratch) {
+  const Widths<double> w(layer);
+  Layer wide = layer;  // what leaves the range of T is computed again in double
+  wide.repair = true;
+  Arena arena(scratch);
+  double* phi_k = arena.take<double>(w.d_pad);
+  double* v = arena.take<double>(w.v_row);
+  double* num = arena.take<double>(w.v_row);
+  void* rest = arena.take<char>(0);
+
+  if (!step_key<T>(layer, state, heads.k, phi_k, rest)) step_key<double>(wide, state, heads.k, phi_k, rest);
+  load_row<double>(layer.dtype, heads.v.data, heads.v.col, v, w.v);
+  for (int64_t d = 0; d < w.d; ++d) state.k_sum[d] += phi_k[d];
   for (int64_t g = 0; g < heads.groups; ++g) {
-    map_queries(layer, ready, heads.q[g], 0, 1, row, scales.power);
-    double denominator = 0;
-    for (int64_t d = 0; d < w.d; ++d) {
-      phi_q[d] = static_cast<double>(row[d]);
-      denominator += phi_q[d] * state.k_sum[d];
-    }
-    if (taken && g == 0)
-      sweep_state<true>(w.d, w.v, state.kv, phi_k, v, phi_q, num);
-    else
-      sweep_state<false>(w.d, w.v, state.kv, phi_k, v, phi_q, num);
-    double factor = 1;
-    if (layer.normalize) {
-      double eps = layer.eps;
-      if (layer.map == Map::exp && eps > 0) eps *= exact_power(static_cast<int64_t>(-scales.power[0]));
-      const double total = denominator + eps;
-      scales.total[0] = total == 0 ? T(0) : T(1);
-      factor = total == 0 ? 0 : 1 / total;
-    } else {
-      scales.total[0] = 1;
-    }
-    const OutRows<T> out(layer, heads.out[g], 0, values);
-    for (int64_t c = 0; c < w.v; ++c) out.data[c] = static_cast<T>(num[c] * factor);
-    finish_rows(layer, heads.out[g], 0, 1, out, scales);
+    const bool done = g == 0 ? step_query<T, true>(layer, state, heads.q[g], heads.out[g], phi_k, v, num, rest)
+                             : step_query<T, false>(layer, state, heads.q[g], heads.out[g], phi_k, v, num, rest);
+    if (!done) step_query<double, false>(wide, state, heads.q[g], heads.out[g], phi_k, v, num, rest);
   }
 }
 
