@@ -205,10 +205,10 @@ def test_batches_in_slabs(
         q, k, v, causal=causal, state=past, return_state=True, key_mask=np.arange(31) % 3 > 0
     )
     each = 8 * 3 * 3
-    for states in (1, each, 2 * each, 4 * each, 1 << 20):
+    for states, block in ((1, 11), (each, 1000), (2 * each, 11), (4 * each, 40), (1 << 20, 11)):
         monkeypatch.setattr(attend, "STATES", states)
         good(
-            capsys, "attend", *files, "-o", "out.npy", *["--causal"] * causal, "--block", 11,
+            capsys, "attend", *files, "-o", "out.npy", *["--causal"] * causal, "--block", block,
             "--key-mask", "mask.npy", "--state-in", "past.npz", "--state-out", "now.npz",
         )  # fmt: skip
         same(np.load("out.npy"), expected)
@@ -488,6 +488,13 @@ def test_damaged_files(save: Any, capsys: Any) -> None:
             failed += 1
     assert failed > 50
     assert not [name for name in os.listdir() if name.endswith(".part")]
+
+
+def test_files_cut_short(files: list[str], capsys: Any) -> None:
+    data = Path("v.npy").read_bytes()
+    Path("v.npy").write_bytes(data[:-1])
+    text = bad(capsys, "attend", *files, "-o", "out.npy")
+    assert f"v.npy: cut short: {len(data)} bytes expected, {len(data) - 1} there" in text
 
 
 def test_damaged_numbers_in_an_npz(capsys: Any) -> None:
@@ -827,6 +834,23 @@ def test_bench(hasty: None, capsys: Any) -> None:
     assert status == 0
     assert json.loads(out)["rows"][0]["n"] == 16  # nothing else is on stdout
     assert "GFLOP/s" in err
+
+
+def test_results_that_cannot_be_written(hasty: None, capsys: Any, monkeypatch: Any) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    for command in (
+        ("bench", "--n", "16", "--json", "b.json"),
+        ("bench", "--n", "16", "--plot", "b.png"),
+        ("demo", "--longest", "16", "--plot", "b.png"),
+    ):
+        assert main(list(command)) == 1
+        err = capsys.readouterr().err
+        assert err.endswith("No space left on device; nothing was written\n"), err
+        assert err.count("\n") == 1
+    assert os.listdir() == []
 
 
 def test_bench_of_bad_arguments(capsys: Any) -> None:

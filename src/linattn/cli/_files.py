@@ -25,7 +25,7 @@ import numpy as np
 
 from ._failure import Failure, brought, fail
 
-__all__ = ["Input", "Output", "checked_output", "clashes", "inputs", "read", "size_of"]
+__all__ = ["Input", "Output", "checked_output", "clashes", "inputs", "read", "replacing", "size_of"]
 
 Array = Any
 
@@ -324,10 +324,7 @@ class Output:
             self.finish()
         assert self._temporary is not None
         with self._worded():
-            mask = os.umask(0)
-            os.umask(mask)
-            os.chmod(self._temporary, 0o666 & ~mask)
-            os.replace(self._temporary, self.path)
+            _named(self._temporary, self.path)
             self._temporary = None
 
     def __exit__(
@@ -383,6 +380,30 @@ class Output:
                 f"{self.what} {self.path}: {error.strerror or error} ({size_of(self.nbytes)} to "
                 "write); nothing was written"
             ) from error
+
+
+@contextlib.contextmanager
+def replacing(path: str, what: str) -> Iterator[BinaryIO]:
+    """A small file to write, which appears under its name when all of it is there."""
+    try:
+        handle, temporary = _temporary_beside(path)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                yield file
+            _named(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        fail(f"{what} {path}: {error.strerror or error}; nothing was written")
+
+
+def _named(temporary: str, path: str) -> None:
+    """Give a complete file its name, and the rights of a new file rather than a private one."""
+    mask = os.umask(0)
+    os.umask(mask)
+    os.chmod(temporary, 0o666 & ~mask)
+    os.replace(temporary, path)
 
 
 def _errnos() -> frozenset[int]:

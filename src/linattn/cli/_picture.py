@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from . import _files
-from ._failure import brought, fail
+from ._failure import brought
 
 __all__ = ["Line", "Panel", "checked", "draw"]
 
@@ -68,20 +67,8 @@ def draw(path: str, title: str, panels: Sequence[Panel], across: str) -> None:
         frameon=False,
         fontsize=10,
     )
-    handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            figure.savefig(file, format=os.path.splitext(path)[1][1:].lower())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, path)
-    except OSError as error:
-        os.unlink(temporary)
-        fail(f"--plot {path}: {error.strerror or error}")
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with _files.replacing(path, "--plot") as file:
+        figure.savefig(file, format=os.path.splitext(path)[1][1:].lower())
 
 
 def _panel(axes: Any, panel: Panel, across: str) -> dict[str, Any]:

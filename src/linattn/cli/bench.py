@@ -134,11 +134,8 @@ def bench(
     if as_json == "-":
         print(text)
     elif as_json is not None:
-        try:
-            with open(as_json, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
-        except OSError as error:
-            fail(f"--json {as_json}: {error.strerror or error}")
+        with _files.replacing(as_json, "--json") as file:
+            file.write((text + "\n").encode())
     if plot is not None:
         _draw(plot, rows, matmul)
         console.print(f"Picture: {plot}")
