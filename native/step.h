@@ -19,14 +19,18 @@ static void sweep_state(int64_t features, int64_t d_v, double* kv, const double*
     for (int j = 0; j < NV; ++j) value[j] = load(v + c + j * lanes);
     for (int64_t d = 0; d < features; ++d) {
       double* row = kv + d * d_v + c;
+      // Read before the stores to row, which might alias them: else each store is followed by reading both again.
+      const Vec<double> asked = splat(phi_q[d]);
+      Vec<double> absorbed = {};
+      if constexpr (kUpdate) absorbed = splat(phi_k[d]);
 #pragma GCC unroll 4
       for (int j = 0; j < NV; ++j) {
         Vec<double> s = load(row + j * lanes);
         if constexpr (kUpdate) {
-          s += phi_k[d] * value[j];
+          s += absorbed * value[j];
           store(row + j * lanes, s);
         }
-        sums[j] += phi_q[d] * s;
+        sums[j] += asked * s;
       }
     }
 #pragma GCC unroll 4
@@ -78,6 +82,19 @@ static bool step_key(const Layer& layer, StateRef state, View k, double* phi_k, 
   return all_finite(row, 0, 1, w.d) && !(vanished && is_positive(layer.map));
 }
 
+// a . b, in an order that depends on the vector width alone
+static double dot_of(const double* a, const double* b, int64_t count) {
+  constexpr int64_t lanes = kLanes<double>;
+  Vec<double> sum[2] = {};
+  int64_t d = 0;
+  for (; d + 2 * lanes <= count; d += 2 * lanes)
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j) sum[j] += load(a + d + j * lanes) * load(b + d + j * lanes);
+  double total = sum_lanes<double>(sum[0] + sum[1]);
+  for (; d < count; ++d) total += a[d] * b[d];
+  return total;
+}
+
 // One row of queries; false: it has left the range of T and holds nothing yet.
 template <class T, bool kUpdate>
 static bool step_query(const Layer& layer, StateRef state, View q, OutView out, const double* phi_k, const double* v,
@@ -99,8 +116,7 @@ static bool step_query(const Layer& layer, StateRef state, View q, OutView out, 
   if (layer.normalize) {
     double eps = layer.eps;
     if (has_row_powers(layer) && eps > 0) eps *= exact_power(static_cast<int64_t>(-scales.power[0]));
-    total = eps;
-    for (int64_t d = 0; d < w.d; ++d) total += phi_q[d] * state.k_sum[d];
+    total = eps + dot_of(phi_q, state.k_sum, w.d);
   }
   if (!layer.repair && !(all_finite(row, 0, 1, w.d) && all_finite(num, 0, 1, w.v))) return false;
   if (!layer.repair && layer.map != Map::exp && total > -1e-290 && total < 1e-290 && !zero_is_exact(layer, row, w.d))
