@@ -58,12 +58,14 @@ class PendingSums {
   }
 
   // += phi: (rows, D)^T v: (rows, d_v), and the column sums of phi
-  void add(const T* phi, Rows<T> v, int64_t first, int64_t rows) {
+  void add(const T* phi, Rows<T> v, int64_t first, int64_t rows, Ahead (&ahead)[2]) {
     if (rows_ == 0) first_ = first;
     for_strips<T, kTileVectors>(w_.v_pad, [&](auto vectors, int64_t c) {
       constexpr int NV = decltype(vectors)::value;
       for (int64_t d = 0; d < w_.d; d += kTileRows<NV>)
         with_rows<kTileRows<NV>>(w_.d - d, [&](auto tile_rows) {
+          ahead[0].touch(2);
+          ahead[1].touch(2);
           const int64_t at = d * w_.v_row + c;
           add_outer_tile<T, decltype(tile_rows)::value, NV>(
               rows, phi + d, w_.d_row, v.data + c, v.row, kv_ + at, ready_ ? ready_->kv + at : nullptr, w_.v_row);
@@ -170,7 +172,10 @@ static void absorb_of(const Layer& layer, StateRef state, View k, View v, MaskVi
       clear_masked(kept, phi, w.d_row, rows);
       clear_masked(kept, values, w.v_row, rows);
     }
-    pending.add(phi, right, r0, rows);
+    const int64_t next = r0 + rows, last = min_of(next + most, end);
+    Ahead ahead[2] = {Ahead(layer.dtype, k.data, k.row, k.col, w.d, next, last),
+                      Ahead(layer.dtype, v.data, v.row, v.col, w.v, next, last)};
+    pending.add(phi, right, r0, rows, ahead);
   }
   pending.flush();
 }

@@ -104,6 +104,7 @@ static bool causal_of(const Layer& layer, StateRef state, const Heads& heads, in
       clear_masked(kept, values, w.v_row, rows);
     }
     transpose_block(phi_k, w, rows, phi_t);
+    const int64_t next = r0 + rows, last = min_of(next + kChunk, end);
 
     for (int64_t g = 0; g < heads.groups; ++g) {
       map_queries(layer, ready, heads.q[g], r0, rows, phi_q, scales.power, scales.dots);
@@ -111,10 +112,16 @@ static bool causal_of(const Layer& layer, StateRef state, const Heads& heads, in
       add_weights(weights, rows, scales.dots);
       scales.close(layer, rows);
       const OutRows<T> out(layer, heads.out[g], r0, buffer, kChunk);
+      const View& from = heads.q[g];
+      const OutView& to = heads.out[g];
+      Ahead q_ahead(layer.dtype, from.data, from.row, from.col, w.d, next, last);
+      Ahead out_ahead(layer.dtype, to.data, to.row, to.col, w.v, next, last);
       for_strips<T, kTileVectors>(w.v_pad, [&](auto vectors, int64_t c) {
         constexpr int NV = decltype(vectors)::value;
         for (int64_t r = 0; r < rows; r += kTileRows<NV>)
           with_rows<kTileRows<NV>>(rows - r, [&](auto tile_rows) {
+            q_ahead.touch(2);
+            out_ahead.touch(2);
             causal_tile<T, decltype(tile_rows)::value, NV>(
                 w.d, phi_q + r * w.d_row, w.d_row, ready.kv + c, w.v_row, r, weights + r * kChunkRow<T>, kChunkRow<T>, v.data + c,
                 v.row, scales.factor + r, out.data + r * out.row + c, out.row);
@@ -122,7 +129,9 @@ static bool causal_of(const Layer& layer, StateRef state, const Heads& heads, in
       });
       troubled |= finish_rows(layer, heads.out[g], r0, rows, out, scales, phi_q);
     }
-    pending.add(phi_k, v, r0, rows);
+    Ahead ahead[2] = {Ahead(layer.dtype, heads.k.data, heads.k.row, heads.k.col, w.d, next, last),
+                      Ahead(layer.dtype, heads.v.data, heads.v.row, heads.v.col, w.v, next, last)};
+    pending.add(phi_k, v, r0, rows, ahead);
   }
   pending.flush();
   return troubled;

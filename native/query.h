@@ -142,10 +142,15 @@ static bool query_of(const Layer& layer, const void* prepared, View q, OutView o
     map_queries(layer, state, q, r0, rows, phi, scales.power, scales.dots);
     scales.close(layer, rows);
     const OutRows<T> ready(layer, out, r0, buffer, most);
+    const int64_t next = r0 + rows, last = min_of(next + most, end);
+    Ahead q_ahead(layer.dtype, q.data, q.row, q.col, w.d, next, last);
+    Ahead out_ahead(layer.dtype, out.data, out.row, out.col, w.v, next, last);
     for_strips<T, kTileVectors>(w.v_pad, [&](auto vectors, int64_t c) {
       constexpr int NV = decltype(vectors)::value;
       for (int64_t r = 0; r < rows; r += kTileRows<NV>)
         with_rows<kTileRows<NV>>(rows - r, [&](auto tile_rows) {
+          q_ahead.touch(2);
+          out_ahead.touch(2);
           product_tile<T, decltype(tile_rows)::value, NV>(
               w.d, phi + r * w.d_row, w.d_row, state.kv + c, w.v_row, scales.factor + r,
               ready.data + r * ready.row + c, ready.row);
