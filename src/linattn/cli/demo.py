@@ -310,7 +310,8 @@ def _memory(console: Console, d: int, name: str, longest: int, started: float) -
     console.print(
         "The high-water mark of a fresh process's resident memory over one call, its first, "
         "threads and workspace included. By its plan, linear attention uses at most "
-        f"{size_of(plan(1, 1, d, threads=show_config().threads).peak_bytes)}, whatever n."
+        f"{size_of(plan(1, 1, d, threads=show_config().threads).peak_bytes)}, whatever n. "
+        "Blank: not measured, as it would take too long or too much."
     )
     return found
 
