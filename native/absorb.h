@@ -67,8 +67,8 @@ class PendingSums {
           ahead[0].touch(2);
           ahead[1].touch(2);
           const int64_t at = d * w_.v_row + c;
-          add_outer_tile<T, decltype(tile_rows)::value, NV>(
-              rows, phi + d, w_.d_row, v.data + c, v.row, kv_ + at, ready_ ? ready_->kv + at : nullptr, w_.v_row);
+          add_outer_tile<T, decltype(tile_rows)::value, NV>(rows, phi + d, w_.d_row, v.data + c, v.row, kv_ + at,
+                                                            ready_ ? ready_->kv + at : nullptr, w_.v_row);
         });
     });
     for_strips<T, 4>(w_.d_pad, [&](auto vectors, int64_t d) {

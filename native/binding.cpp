@@ -202,9 +202,7 @@ struct Batch {
     return true;
   }
   int64_t dim(int axis, int all) const { return axis < all - count ? 1 : dims[axis - (all - count)]; }
-  int64_t step(int axis, int all) const {
-    return dim(axis, all) == 1 ? 0 : strides[axis - (all - count)];
-  }
+  int64_t step(int axis, int all) const { return dim(axis, all) == 1 ? 0 : strides[axis - (all - count)]; }
 };
 
 bool widen(int64_t& size, int64_t other) {
@@ -382,8 +380,7 @@ struct Call {
     if (given.is_none()) {
       PyArray_Descr* descr = PyArray_DESCR(q.object);
       Py_INCREF(descr);
-      PyObject* fresh =
-          PyArray_NewFromDescr(&PyArray_Type, descr, out_nd, out_dims, nullptr, nullptr, 0, nullptr);
+      PyObject* fresh = PyArray_NewFromDescr(&PyArray_Type, descr, out_nd, out_dims, nullptr, nullptr, 0, nullptr);
       if (!fresh) throw nb::python_error();
       result = nb::steal(fresh);
       out.take(result);
@@ -515,8 +512,8 @@ nb::object query(nb::handle kv, nb::handle k_sum, nb::handle log_scale, nb::hand
                  double eps, bool enable_gqa, bool normalize, nb::handle out) {
   Call call;
   call.grouped = enable_gqa;
-  if (!call.take_map(feature_map, eps, normalize) || !call.take_queries(q) ||
-      !call.take_state(kv, k_sum, log_scale) || !call.lay_axes(false))
+  if (!call.take_map(feature_map, eps, normalize) || !call.take_queries(q) || !call.take_state(kv, k_sum, log_scale) ||
+      !call.lay_axes(false))
     return nb::none();
   call.problem.form = Form::query;
   nb::object result = call.take_out(out);
@@ -564,8 +561,8 @@ NB_MODULE(_native, m) {
 
   m.def("attend", attend, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("feature_map"), nb::arg("eps"),
         nb::arg("causal"), nb::arg("key_mask").none(), nb::arg("cu_seqlens").none(), nb::arg("enable_gqa"),
-        nb::arg("normalize"), nb::arg("state").none(), nb::arg("return_state"), nb::arg("order"),
-        nb::arg("out").none(), "The whole of linear_attention, or None: declined.");
+        nb::arg("normalize"), nb::arg("state").none(), nb::arg("return_state"), nb::arg("order"), nb::arg("out").none(),
+        "The whole of linear_attention, or None: declined.");
   m.def("absorb", absorb, nb::arg("kv"), nb::arg("k_sum"), nb::arg("log_scale").none(), nb::arg("k"), nb::arg("v"),
         nb::arg("feature_map"), nb::arg("key_mask").none(),
         "State += the sums of k and v, in place; True, or None: declined.");
@@ -582,8 +579,9 @@ NB_MODULE(_native, m) {
       },
       nb::arg("n_q"), nb::arg("n_k"), nb::arg("D"), nb::arg("d_v"), nb::arg("groups") = 1,
       "The rule of linattn.plan, as the core applies it.");
-  m.def("register_bfloat16", [](int number) { bfloat16_number = number; }, nb::arg("dtype_num"),
-        "Tells the type number of ml_dtypes.bfloat16.");
+  m.def(
+      "register_bfloat16", [](int number) { bfloat16_number = number; }, nb::arg("dtype_num"),
+      "Tells the type number of ml_dtypes.bfloat16.");
   m.def("set_num_threads", [](int threads) { set_thread_count(threads); }, nb::arg("threads"));
   m.def("get_num_threads", [] { return thread_count(); });
   m.def("instruction_set", [] { return std::string(kernels_in_use()->name); });

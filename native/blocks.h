@@ -73,9 +73,7 @@ static inline E fetch(const char* p) {
   return x;
 }
 
-static inline int64_t item_size(DType dtype) {
-  return dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2;
-}
+static inline int64_t item_size(DType dtype) { return dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2; }
 
 template <class T>
 static inline bool is_working(DType dtype) {
@@ -148,9 +146,9 @@ static void store_row(DType dtype, char* dst, int64_t col, const T* src, int64_t
   }
 }
 
-// Rows that the next block will want: each touch asks for a few of them, between the products of this block. Left to the
-// hardware, k and q arrive in bursts while phi is applied and the products wait, and the narrow strips in which v is
-// read and out is written are not followed at all: on sequences in memory this is worth 10 to 20 %.
+// Rows that the next block will want: each touch asks for a few of them, between the products of this block. Left to
+// the hardware, k and q arrive in bursts while phi is applied and the products wait, and the narrow strips in which v
+// is read and out is written are not followed at all: on sequences in memory this is worth 10 to 20 %.
 struct Ahead {
   const char* at = nullptr;
   int64_t row = 0, bytes = 0, rows = 0;
@@ -207,8 +205,7 @@ static Rows<T> rows_of(DType dtype, View view, int64_t begin, int64_t rows, int6
   const char* src = view.data + begin * view.row;
   const bool in_place = is_working<T>(dtype) && view.col == static_cast<int64_t>(sizeof(T)) &&
                         view.row % static_cast<int64_t>(sizeof(T)) == 0 &&
-                        reinterpret_cast<uintptr_t>(src) % sizeof(T) == 0 &&
-                        (!padded || cols % kLanes<T> == 0);
+                        reinterpret_cast<uintptr_t>(src) % sizeof(T) == 0 && (!padded || cols % kLanes<T> == 0);
   if (in_place) return {reinterpret_cast<const T*>(src), view.row / static_cast<int64_t>(sizeof(T))};
   for (int64_t r = 0; r < rows; ++r) {
     load_row(dtype, src + r * view.row, view.col, buffer + r * ld, cols);

@@ -122,9 +122,9 @@ static bool causal_of(const Layer& layer, StateRef state, const Heads& heads, in
           with_rows<kTileRows<NV>>(rows - r, [&](auto tile_rows) {
             q_ahead.touch(2);
             out_ahead.touch(2);
-            causal_tile<T, decltype(tile_rows)::value, NV>(
-                w.d, phi_q + r * w.d_row, w.d_row, ready.kv + c, w.v_row, r, weights + r * kChunkRow<T>, kChunkRow<T>, v.data + c,
-                v.row, scales.factor + r, out.data + r * out.row + c, out.row);
+            causal_tile<T, decltype(tile_rows)::value, NV>(w.d, phi_q + r * w.d_row, w.d_row, ready.kv + c, w.v_row, r,
+                                                           weights + r * kChunkRow<T>, kChunkRow<T>, v.data + c, v.row,
+                                                           scales.factor + r, out.data + r * out.row + c, out.row);
           });
       });
       troubled |= finish_rows(layer, heads.out[g], r0, rows, out, scales, phi_q);

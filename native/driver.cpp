@@ -13,9 +13,9 @@ namespace {
 
 // The number of pieces depends on the sizes alone, and partial sums are merged in their order: the same input gives
 // the same bits whichever thread took which piece.
-constexpr int64_t kPieces = 16;       // wanted of a whole call
-constexpr int64_t kPieceRows = 256;   // pieces are multiples of it, so that they end where a block ends
-constexpr double kSerialWork = 2e6;   // multiply-adds below which waking a thread costs more than it brings
+constexpr int64_t kPieces = 16;      // wanted of a whole call
+constexpr int64_t kPieceRows = 256;  // pieces are multiples of it, so that they end where a block ends
+constexpr double kSerialWork = 2e6;  // multiply-adds below which waking a thread costs more than it brings
 
 double exact_power(int64_t n) {
   if (n < -1022) return 0;

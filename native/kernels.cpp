@@ -54,19 +54,18 @@ static void prepare(const Layer& layer, StateRef state, void* prepared) {
 }
 static bool query(const Layer& layer, const void* prepared, View q, OutView out, int64_t begin, int64_t end,
                   void* scratch) {
-  return in_precision(layer, [&](auto t) { return query_of<decltype(t)>(layer, prepared, q, out, begin, end, scratch); });
+  return in_precision(layer,
+                      [&](auto t) { return query_of<decltype(t)>(layer, prepared, q, out, begin, end, scratch); });
 }
 static bool causal(const Layer& layer, StateRef state, const Heads& heads, int64_t begin, int64_t end, void* prepared,
                    void* scratch) {
-  return in_precision(layer, [&](auto t) {
-    return causal_of<decltype(t)>(layer, state, heads, begin, end, prepared, scratch);
-  });
+  return in_precision(
+      layer, [&](auto t) { return causal_of<decltype(t)>(layer, state, heads, begin, end, prepared, scratch); });
 }
 static bool quadratic(const Layer& layer, View q, View k, View v, MaskView mask, int64_t n_k, OutView out,
                       int64_t begin, int64_t end, void* scratch) {
-  return in_precision(layer, [&](auto t) {
-    return quadratic_of<decltype(t)>(layer, q, k, v, mask, n_k, out, begin, end, scratch);
-  });
+  return in_precision(
+      layer, [&](auto t) { return quadratic_of<decltype(t)>(layer, q, k, v, mask, n_k, out, begin, end, scratch); });
 }
 static void step(const Layer& layer, StateRef state, const Heads& heads, void* scratch) {
   in_precision(layer, [&](auto t) { step_of<decltype(t)>(layer, state, heads, scratch); });

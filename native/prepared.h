@@ -2,8 +2,8 @@
 #pragma once
 
 #include "kernels.h"
-#include "simd.h"
 #include "products.h"
+#include "simd.h"
 
 namespace linattn {
 namespace LINATTN_ISA_NS {

@@ -11,7 +11,12 @@ namespace LINATTN_ISA_NS {
 // for the last. With 32 registers, 6 x 4.
 constexpr int kTileVectors = kVectorRegisters >= 32 ? 4 : 3;
 template <int NV>
-constexpr int kTileRows = kVectorRegisters >= 32 ? (NV >= 4 ? 6 : NV == 3 ? 8 : 12) : (NV >= 3 ? 4 : NV == 2 ? 6 : 8);
+constexpr int kTileRows = kVectorRegisters >= 32 ? (NV >= 4   ? 6
+                                                    : NV == 3 ? 8
+                                                              : 12)
+                                                 : (NV >= 3   ? 4
+                                                    : NV == 2 ? 6
+                                                              : 8);
 constexpr int kWidestRows = kTileRows<kTileVectors>;  // rows of the widest tile
 
 // Hides from the compiler that a value does not change, so that it computes addresses from it in the loop.
@@ -144,8 +149,8 @@ template <class T, int MR, int NV>
 
 // to: (MR, NV * lanes) += a: (depth, MR)^T b: (depth, NV * lanes); `also`, unless it is null, the same
 template <class T, int MR, int NV>
-[[gnu::noinline]] static void add_outer_tile(int64_t depth, const T* a, int64_t a_row, const T* b, int64_t b_row,
-                                             T* to, T* also, int64_t to_row) {
+[[gnu::noinline]] static void add_outer_tile(int64_t depth, const T* a, int64_t a_row, const T* b, int64_t b_row, T* to,
+                                             T* also, int64_t to_row) {
   Tile<T, MR, NV> tile;
   tile.zero();
   tile.multiply_add_columns(depth, a, a_row, b, b_row);

@@ -100,7 +100,7 @@ static bool quadratic_of(const Layer& layer, View q, View k, View v, MaskView ma
     scales.divide(layer, rows);
     const OutRows<T> ready_rows(layer, out, r0, buffer, kChunk);
     for (int64_t r = 0; r < rows; ++r)
-      for (int64_t c = 0; c < w.v; ++c) 
+      for (int64_t c = 0; c < w.v; ++c)
         ready_rows.data[r * ready_rows.row + c] = static_cast<T>(sums[r * w.v_row + c]) * scales.factor[r];
     troubled |= finish_rows(layer, out, r0, rows, ready_rows, scales, phi_q);
   }

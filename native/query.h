@@ -151,9 +151,8 @@ static bool query_of(const Layer& layer, const void* prepared, View q, OutView o
         with_rows<kTileRows<NV>>(rows - r, [&](auto tile_rows) {
           q_ahead.touch(2);
           out_ahead.touch(2);
-          product_tile<T, decltype(tile_rows)::value, NV>(
-              w.d, phi + r * w.d_row, w.d_row, state.kv + c, w.v_row, scales.factor + r,
-              ready.data + r * ready.row + c, ready.row);
+          product_tile<T, decltype(tile_rows)::value, NV>(w.d, phi + r * w.d_row, w.d_row, state.kv + c, w.v_row,
+                                                          scales.factor + r, ready.data + r * ready.row + c, ready.row);
         });
     });
     troubled |= finish_rows(layer, out, r0, rows, ready, scales, phi);

@@ -97,7 +97,8 @@ template <class T>
 static void raw_rows(const Layer& layer, View view, int64_t begin, int64_t rows, T* block) {
   const Widths<T> w(layer);
   const Rows<T> src = rows_of<T>(layer.dtype, view, begin, rows, w.d, false, block, w.d_row);
-  if (src.data != block) apply_map<T, false>(Map::identity, src.data, src.row, block, w.d_row, rows, w.d, nullptr, nullptr);
+  if (src.data != block)
+    apply_map<T, false>(Map::identity, src.data, src.row, block, w.d_row, rows, w.d, nullptr, nullptr);
 }
 
 template <class T>
@@ -125,7 +126,8 @@ static void scale_rows(const Widths<T>& w, const Prepared<T>& state, int64_t row
       exponent = static_cast<int>(bits >> Format<T>::kMantissaBits) - Format<T>::kBias;
     }
     power[r] = T(exponent);
-    const T half = static_cast<T>(exact_power(-exponent / 2)), rest = static_cast<T>(exact_power(-exponent - -exponent / 2));
+    const T half = static_cast<T>(exact_power(-exponent / 2)),
+            rest = static_cast<T>(exact_power(-exponent - -exponent / 2));
     Vec<T> dot = {};
     for (int64_t c = 0; c < w.d_pad; c += kLanes<T>) {
       const Vec<T> scaled = load(row + c) * half * rest;
@@ -136,8 +138,8 @@ static void scale_rows(const Widths<T>& w, const Prepared<T>& state, int64_t row
   }
 }
 
-// phi(q) of a block; power: a row's values are block * 2^power[r] (where rows are scaled, see has_row_powers); dots: (rows, lanes), the
-// products with the state's k_sum, to be summed over the lanes.
+// phi(q) of a block; power: a row's values are block * 2^power[r] (where rows are scaled, see has_row_powers); dots:
+// (rows, lanes), the products with the state's k_sum, to be summed over the lanes.
 template <class T>
 static void map_queries(const Layer& layer, const Prepared<T>& state, View q, int64_t begin, int64_t rows, T* block,
                         T* power, T* dots) {

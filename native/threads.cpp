@@ -61,8 +61,7 @@ struct Job {
       if (piece >= total) return;
       int s = 0;
       while (piece >= stages[s].pieces) piece -= stages[s++].pieces;
-      if (s > 0)
-        wait_briefly([&] { return ended[s - 1].load(std::memory_order_acquire) == stages[s - 1].pieces; });
+      if (s > 0) wait_briefly([&] { return ended[s - 1].load(std::memory_order_acquire) == stages[s - 1].pieces; });
       stages[s].run(context, piece);
       ended[s].fetch_add(1, std::memory_order_acq_rel);
     }
