@@ -139,6 +139,14 @@ class Run {
     double each = static_cast<double>(features_ * d_v_);
     if (p_.form == Form::quadratic) each = static_cast<double>((features_ + d_v_) * p_.n_k) / 2;
     if (rows * each < kSerialWork) threads_ = 1;
+    if (p_.form == Form::causal && !cutting_pays()) pieces_ = 1;
+  }
+
+  // A causal sequence in pieces computes the sums of all but the last twice: 1.4 times the work. Whole sequences are
+  // better unless they leave more of the threads idle. (So the bits of a causal result depend on the thread count.)
+  bool cutting_pays() const {
+    const int64_t rounds = (units_ + threads_ - 1) / threads_;
+    return static_cast<double>(rounds * threads_) > 1.4 * static_cast<double>(units_);
   }
 
   // Pieces of a sequence of n rows when there are `others` to run beside it.

@@ -21,7 +21,7 @@ static inline Vec<T> phi(Vec<T> x) {
     return positive * positive;
   } else if constexpr (map == Map::softplus) {
     const Vec<T> positive = vmax<T>(zero, x);
-    return positive + log1p_unit<T>(exp_nonpositive<T>(x - 2 * positive));
+    return positive + log1p_unit<T>(exp_nonpositive<T>(vmin<T>(-x, x)));  // of -|x|
   } else if constexpr (map == Map::sigmoid) {
     return 1 / (1 + exp_of<T>(-x));
   } else {
