@@ -173,8 +173,6 @@ class Machine:
                 },
                 o,
             )
-        low, high = quartiles(times["matmul"])
-        self.unrest = high / low - 1  # nothing else running, it's a few percent
         self.matmul_rate = self.matmul_operations / median(times["matmul"])
         self.copy_rate = 2 * part * self.threads / median(times["copy"])
         self.copy_rate_1 = 2 * part / median(times["copy_1"])
@@ -224,6 +222,30 @@ def _blas() -> str:
     except Exception:  # an older NumPy only prints it
         return "unknown"
     return f"{found.get('name')} {found.get('version')}"
+
+
+class Others:
+    """What share of the machine other processes took since this was made; Linux tells."""
+
+    def __init__(self) -> None:
+        self._start = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        """Seconds on all cores: of all processes, and of this one with its children."""
+        try:
+            line = Path("/proc/stat").read_text("ascii").partition("\n")[0]
+        except OSError:
+            return math.nan, math.nan
+        user, nice, system, _, _, irq, soft, steal = (int(x) for x in line.split()[1:9])
+        busy = (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
+        own = os.times()
+        return busy, own.user + own.system + own.children_user + own.children_system
+
+    def share(self, wall: float) -> float:
+        """Of all cores over that many seconds; nan where nobody tells."""
+        (busy_0, own_0), (busy, own) = self._start, self._now()
+        return max(0.0, (busy - busy_0) - (own - own_0)) / (wall * (os.cpu_count() or 1))
 
 
 # ---------------------------------------------------------------------------------------- report
@@ -297,6 +319,8 @@ class Report:
         self.rows: list[Row] = []
         self.notes: list[str] = []
         print(f"{name}: {self.question}")
+        self.others: float | None = None
+        self._started, self._counted = time.perf_counter(), Others()
         self.machine = Machine(o)
         m = self.machine.about()
         print(
@@ -306,11 +330,6 @@ class Report:
             f"copy: {m['copy_rate'] / 1e9:.1f} GB/s on all threads, "
             f"{m['copy_rate_1'] / 1e9:.1f} GB/s on one (read + written)"
         )
-        if self.machine.unrest > 0.1 and not o.quick:
-            self.note(
-                "the machine is busy: a quarter of the matrix products took "
-                f"{self.machine.unrest:.0%} longer than another quarter; numbers below are rough"
-            )
         if IGNORED:
             self.note(f"{', '.join(IGNORED)} of the environment is not passed on to NumPy")
 
@@ -352,6 +371,14 @@ class Report:
         return row
 
     def finish(self) -> None:
+        share = self._counted.share(time.perf_counter() - self._started)
+        if math.isfinite(share):
+            self.others = share
+            if share > 0.05 and not self.options.quick:
+                self.note(
+                    f"other processes took {share:.0%} of the machine during this run, of which "
+                    "OpenBLAS and torch suffer most: all these numbers are rough"
+                )
         judged = [row for row in self.rows if row.reached is not None]
         reached = sum(bool(row.reached) for row in judged)
         print(f"\n{self.name}: {reached} of {len(judged)} targets reached")
@@ -366,6 +393,7 @@ class Report:
                         "question": self.question,
                         "quick": self.options.quick,
                         "machine": self.machine.about(),
+                        "others": self.others,
                         "notes": self.notes,
                         "rows": [asdict(row) for row in self.rows],
                     }

@@ -37,14 +37,15 @@ def table(results: list[dict[str, Any]]) -> str:
         f"{machine['threads']} threads), NumPy {machine['numpy']} ({machine['blas']}), "
         f"{machine['cpu']}",
         "",
-        "| benchmark | float32 matrix product | copy, all threads | copy, one |",
-        "|---|---|---|---|",
+        "| benchmark | float32 matrix product | copy, all threads | copy, one | other processes |",
+        "|---|---|---|---|---|",
     ]
     for result in results:
         m = result["machine"]
         lines.append(
             f"| {result['benchmark']} | {m['matmul_rate'] / 1e9:.1f} GFLOP/s "
-            f"| {m['copy_rate'] / 1e9:.1f} GB/s | {m['copy_rate_1'] / 1e9:.1f} GB/s |"
+            f"| {m['copy_rate'] / 1e9:.1f} GB/s | {m['copy_rate_1'] / 1e9:.1f} GB/s "
+            + ("| unknown |" if result["others"] is None else f"| {result['others']:.0%} |")
         )
     lines += [
         "",
