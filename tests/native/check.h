@@ -1,23 +1,25 @@
-// The whole test framework: CHECK, and a main that returns non-zero when one failed.
+// The whole test framework: CHECK, and a report that is non-zero when one failed.
 #pragma once
 
 #include <cstdio>
 
 namespace check {
-inline int failures = 0;
-inline int checks = 0;
+inline long failures = 0;
+inline long checks = 0;
 
 inline int report(const char* name) {
-  std::printf("%s: %d checks, %d failed\n", name, checks, failures);
+  std::printf("%s: %ld checks, %ld failed\n", name, checks, failures);
   return failures ? 1 : 0;
 }
 }  // namespace check
 
-#define CHECK(condition)                                                  \
-  do {                                                                    \
-    ++check::checks;                                                      \
-    if (!(condition)) {                                                   \
-      ++check::failures;                                                  \
-      std::printf("%s:%d: failed: %s\n", __FILE__, __LINE__, #condition); \
-    }                                                                     \
+// CHECK(condition) or CHECK(condition, "how it was: %d", x): the words are printed where it fails.
+#define CHECK(condition, ...)                                           \
+  do {                                                                  \
+    ++check::checks;                                                    \
+    if (!(condition) && ++check::failures <= 50) {                      \
+      std::printf("%s:%d: failed: %s", __FILE__, __LINE__, #condition); \
+      std::printf("  " __VA_ARGS__);                                    \
+      std::printf("\n");                                                \
+    }                                                                   \
   } while (0)

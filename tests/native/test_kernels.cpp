@@ -1,560 +1,382 @@
-// Every instruction set of this machine against the definition in double: forms, maps, dtypes, sizes around the block
-// edges, memory layouts, masks, packed sequences, grouped heads, states. Every buffer ends where its last element does,
-// so that a sanitizer sees the first byte read beyond it.
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <functional>
-#include <limits>
-#include <vector>
+// Every kernel of every table against plain loops in double: all dtypes and maps, sizes off every block, any strides,
+// masks, and memory around the operands that must stay as it is.
+#include <string>
 
-#include "check.h"
 #include "dispatch.h"
-#include "driver.h"
+#include "plain.h"
+
+#ifdef LINATTN_TEST_WIDE  // 64-byte vectors and 32 registers, as with AVX-512, on a machine that needn't have it
+namespace linattn {
+namespace wide {
+extern const Kernels kTable;
+}
+}  // namespace linattn
+#endif
 
 using namespace linattn;
+using plain::Matrix;
+using plain::Random;
 
 namespace {
 
-const Map kMaps[] = {Map::identity, Map::elu1, Map::relu, Map::squared_relu, Map::exp, Map::softplus, Map::sigmoid};
-const DType kDTypes[] = {DType::float32, DType::float64, DType::float16, DType::bfloat16};
-const double kNaN = std::numeric_limits<double>::quiet_NaN();
+constexpr DType kDTypes[] = {DType::float32, DType::float64, DType::float16, DType::bfloat16};
+constexpr Map kMaps[] = {Map::identity, Map::elu1, Map::relu, Map::squared_relu, Map::exp, Map::softplus, Map::sigmoid};
+constexpr int64_t kRows[] = {0,  1,  2,  5,  6,  7,  11,  12,  13,  31,  32,  33,  63,
+                             64, 65, 67, 95, 96, 97, 127, 128, 129, 131, 255, 256, 257};
+constexpr int64_t kWidths[] = {1, 2, 3, 4, 5, 7, 8, 9, 13, 15, 16, 17, 24, 31, 32, 33, 47, 63, 64, 65, 67, 97, 129};
 
-// ---- numbers ----------------------------------------------------------------------------------------------------
-
-int64_t size_of(DType t) { return t == DType::float64 ? 8 : t == DType::float32 ? 4 : 2; }
-
-// The rounding error of one operation in the working precision, and of one store.
-double working_epsilon(DType t) { return t == DType::float64 ? 0x1p-53 : 0x1p-24; }
-double store_epsilon(DType t) {
-  return t == DType::float64 ? 0x1p-53 : t == DType::float32 ? 0x1p-24 : t == DType::float16 ? 0x1p-11 : 0x1p-8;
-}
-// Half of the smallest positive number.
-double store_least(DType t) { return t == DType::float16 ? 0x1p-25 : t == DType::bfloat16 ? 0x1p-134 : 0; }
-
-void put(DType t, char* at, double x) {  // x is representable
-  if (t == DType::float64) {
-    std::memcpy(at, &x, 8);
-    return;
-  }
-  const float f = static_cast<float>(x);
-  uint32_t bits;
-  std::memcpy(&bits, &f, 4);
-  uint16_t half = static_cast<uint16_t>(bits >> 16);  // bfloat16
-  if (t == DType::float16) {
-    const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
-    const int exponent = static_cast<int>(bits >> 23 & 255) - 127;
-    if (std::isnan(x))
-      half = 0x7e00;
-    else if (x == 0)
-      half = sign;
-    else
-      half = static_cast<uint16_t>(sign | (exponent + 15) << 10 | (bits >> 13 & 1023));
-  }
-  if (t == DType::float32)
-    std::memcpy(at, &f, 4);
-  else
-    std::memcpy(at, &half, 2);
-}
-
-double get(DType t, const char* at) {
-  double x;
-  float f;
-  uint16_t half;
-  switch (t) {
-    case DType::float64:
-      std::memcpy(&x, at, 8);
-      return x;
-    case DType::float32:
-      std::memcpy(&f, at, 4);
-      return f;
-    case DType::bfloat16: {
-      std::memcpy(&half, at, 2);
-      const uint32_t bits = static_cast<uint32_t>(half) << 16;
-      std::memcpy(&f, &bits, 4);
-      return f;
-    }
-    case DType::float16: {
-      std::memcpy(&half, at, 2);
-      const int exponent = half >> 10 & 31, fraction = half & 1023;
-      x = exponent == 31  ? (fraction ? kNaN : std::numeric_limits<double>::infinity())
-          : exponent == 0 ? std::ldexp(fraction, -24)
-                          : std::ldexp(1024 + fraction, exponent - 25);
-      return half & 0x8000 ? -x : x;
-    }
-  }
-  return kNaN;
-}
-
-double phi(Map map, double x) {
-  switch (map) {
-    case Map::identity:
-      return x;
-    case Map::elu1:
-      return x >= 0 ? x + 1 : std::exp(x);
-    case Map::relu:
-      return x > 0 ? x : 0;
-    case Map::squared_relu:
-      return x > 0 ? x * x : 0;
-    case Map::exp:
-      return std::exp(x);
-    case Map::softplus:
-      return x > 0 ? x + std::log1p(std::exp(-x)) : std::log1p(std::exp(x));
-    case Map::sigmoid:
-      return 1 / (1 + std::exp(-x));
-  }
-  return kNaN;
-}
-
-// How much larger than its argument's own rounding phi's relative error may be: exp of x is only known to |x| epsilon.
-double condition(Map map, double largest) { return map == Map::exp ? 1 + largest : 4; }
-
-// Multiples of 1/32 in [-2, 2]: exact in all four dtypes.
-struct Random {
-  uint64_t state;
-  double next() {
-    state = state * 6364136223846793005u + 1442695040888963407u;
-    return (static_cast<int>(state >> 40) % 65 + 65) % 65 / 16.0 - 2;
-  }
-};
-
-// ---- matrices ---------------------------------------------------------------------------------------------------
-
-enum class Layout { contiguous, spread, reversed, transposed, misaligned, broadcast };
-const Layout kLayouts[] = {Layout::contiguous, Layout::spread,     Layout::reversed,
-                           Layout::transposed, Layout::misaligned, Layout::broadcast};
-
-// (rows, columns) numbers, and memory that holds them and nothing else.
-class Matrix {
- public:
-  Matrix(DType dtype, int64_t row_count, int64_t column_count, Layout layout,
-         const std::function<double(int64_t, int64_t)>& fill)
-      : dtype_(dtype), rows(row_count), columns(column_count) {
-    const int64_t item = size_of(dtype);
-    int64_t lead = layout == Layout::misaligned ? 1 : 0, first = lead;
-    row = columns * item;
-    column = item;
-    if (layout == Layout::spread) {
-      column = 2 * item;
-      row = (2 * columns + 3) * item;
-    } else if (layout == Layout::reversed) {
-      first = rows > 0 ? (rows - 1) * row : 0;
-      row = -row;
-    } else if (layout == Layout::transposed) {
-      row = item;
-      column = (rows > 0 ? rows : 1) * item;
-    } else if (layout == Layout::broadcast) {
-      row = 0;
-    }
-    const int64_t last = rows == 0 ? 0 : first + (row > 0 ? (rows - 1) * row : 0) + (columns - 1) * column + item;
-    memory_ = static_cast<char*>(std::malloc(static_cast<size_t>(last > 0 ? last : 1)));
-    std::memset(memory_, 0xff, static_cast<size_t>(last));  // NaN between the elements
-    data = memory_ + first;
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t j = 0; j < columns; ++j) put(dtype, data + i * row + j * column, fill(row ? i : 0, j));
-  }
-  Matrix(const Matrix&) = delete;
-  Matrix& operator=(const Matrix&) = delete;
-  ~Matrix() { std::free(memory_); }
-
-  double operator()(int64_t i, int64_t j) const { return get(dtype_, data + i * row + j * column); }
-  View view() const { return {data, row, column}; }
-  OutView out() const { return {data, row, column}; }
-
- private:
-  DType dtype_;
-  char* memory_;
-
- public:
-  int64_t rows, columns, row, column;
-  char* data;
-};
-
-double poison(int64_t, int64_t) { return kNaN; }
-
-// ---- the definition ---------------------------------------------------------------------------------------------
-
-struct Expected {
-  double value;
-  double magnitude;  // the same with |phi| and |v|: what rounding is relative to
-};
-
-// phi(q), phi(k), v: (rows, columns) each.
-struct Operands {
+struct Case {
+  Random random;
   Layer layer;
-  int64_t features, d_v;
-  std::vector<double> q, k, v;
+  std::string label;
 
-  Operands(const Layer& its_layer, const Matrix& from_q, const Matrix& from_k, const Matrix& from_v)
-      : layer(its_layer), features(from_k.columns), d_v(from_v.columns) {
-    read(from_q, layer.map, q);
-    read(from_k, layer.map, k);
-    read(from_v, Map::identity, v);
+  Case(const Kernels& kernels, const char* what, uint64_t seed) : random(seed) {
+    layer.dtype = kDTypes[seed % 4];
+    layer.map = kMaps[seed / 4 % 7];
+    layer.normalize = random.below(4) > 0;
+    layer.features = random.of(kWidths);
+    layer.d_v = random.of(kWidths);
+    layer.eps = random.below(2) ? 1e-6 : layer.map == Map::identity ? 8.0 * static_cast<double>(layer.features) : 0.0;
+    if (layer.map == Map::identity && layer.eps > 1) layer.eps = 0.5;
+    label = std::string(kernels.name) + " " + what + " seed " + std::to_string(seed) + " " +
+            plain::name_of(layer.dtype) + " " + plain::name_of(layer.map) + " D " + std::to_string(layer.features) +
+            " d_v " + std::to_string(layer.d_v) + (layer.normalize ? "" : " not normalized");
   }
 
-  // Row i of the output over the keys in [begin, end) that the mask keeps: (d_v).
-  void definition(const uint8_t* mask, int64_t i, int64_t begin, int64_t end, std::vector<Expected>& row) const {
-    double denominator = layer.eps, size = layer.eps;
-    row.assign(static_cast<size_t>(d_v), {0, 0});
-    const double* q_row = q.data() + i * features;
-    for (int64_t j = begin; j < end; ++j) {
-      if (mask && !mask[j]) continue;
-      const double* k_row = k.data() + j * features;
-      const double* v_row = v.data() + j * d_v;
-      double weight = 0, weight_size = 0;
-      for (int64_t d = 0; d < features; ++d) {
-        weight += q_row[d] * k_row[d];
-        weight_size += std::fabs(q_row[d] * k_row[d]);
-      }
-      denominator += weight;
-      size += weight_size;
-      for (int64_t c = 0; c < d_v; ++c) {
-        row[static_cast<size_t>(c)].value += weight * v_row[c];
-        row[static_cast<size_t>(c)].magnitude += weight_size * std::fabs(v_row[c]);
-      }
-    }
-    if (!layer.normalize) return;
-    for (Expected& x : row) {
-      if (denominator == 0) {
-        x = {0, 0};
-        continue;
-      }
-      x.value /= denominator;
-      x.magnitude = x.magnitude / std::fabs(denominator) + std::fabs(x.value) * size / std::fabs(denominator);
-    }
+  Matrix::Layout layout() { return static_cast<Matrix::Layout>(random.below(Matrix::layouts)); }
+
+  // The constant of the bound. Where all rows are equal, all roundings of a block go the same way.
+  double c(Matrix& k) { return k.view().row == 0 ? 16 : 2; }
+
+  // Keys and queries that keep denominators away from 0: signed maps get positive numbers.
+  void fill(Matrix& x) {
+    if (layer.map == Map::identity)
+      x.fill(random, 0.1, 1.5);
+    else
+      x.fill(random, -3, 3);
   }
 
- private:
-  static void read(const Matrix& from, Map map, std::vector<double>& to) {
-    to.reserve(static_cast<size_t>(from.rows * from.columns));
-    for (int64_t i = 0; i < from.rows; ++i)
-      for (int64_t j = 0; j < from.columns; ++j) to.push_back(phi(map, from(i, j)));
+  // Values that must not be seen.
+  void spoil(Matrix& k, Matrix& v, const plain::Mask& mask) {
+    const double bad[] = {NAN, INFINITY, -INFINITY, 1e30, -1e30};
+    for (int64_t r = 0; r < k.rows(); ++r) {
+      if (mask.keeps(r)) continue;
+      for (int64_t c = 0; c < k.cols(); ++c) k.set(r, c, random.of(bad));
+      for (int64_t c = 0; c < v.cols(); ++c) v.set(r, c, random.of(bad));
+    }
   }
 };
 
-double worst = 0;  // of all, in units of the bound
+// The three forms, with the second pass that they may ask for.
 
-bool close(DType dtype, Map map, double found, Expected expected, double largest = 2) {
-  const double bound = 24 * condition(map, largest) * working_epsilon(dtype) * expected.magnitude +
-                       2 * store_epsilon(dtype) * std::fabs(expected.value) + store_least(dtype);
-  const double error = std::fabs(found - expected.value);
-  if (bound > 0 && error / bound > worst) worst = error / bound;
-  return error <= bound;
+void query(const Kernels& kernels, Layer layer, const plain::State& state, View q, OutView out, int64_t begin,
+           int64_t end) {
+  plain::Guarded scratch(kernels.scratch_bytes(layer)), prepared(kernels.prepared_bytes(layer));
+  kernels.prepare(layer, state.ref(), prepared.data());
+  if (!kernels.query(layer, prepared.data(), q, out, begin, end, scratch.data())) return;
+  layer.repair = true;
+  plain::Guarded wider(kernels.scratch_bytes(layer)), again(kernels.prepared_bytes(layer));
+  kernels.prepare(layer, state.ref(), again.data());
+  kernels.query(layer, again.data(), q, out, begin, end, wider.data());
 }
 
-// ---- one set ----------------------------------------------------------------------------------------------------
-
-struct Sizes {
-  int64_t n_q, n_k, features, d_v;
-};
-const Sizes kSizes[] = {{1, 1, 1, 1},      {2, 3, 3, 5},      {13, 7, 17, 8},     {64, 65, 16, 31},
-                        {67, 131, 65, 33}, {128, 63, 64, 64}, {131, 257, 7, 129}, {5, 300, 67, 3}};
-
-const char* name_of(Form form) {
-  static const char* const names[] = {"parallel", "causal", "quadratic", "absorb", "query", "step"};
-  return names[static_cast<int>(form)];
+void causal(const Kernels& kernels, Layer layer, plain::State& state, const Heads& heads, int64_t begin, int64_t end) {
+  const plain::State before(state);
+  plain::Guarded scratch(kernels.scratch_bytes(layer)), prepared(kernels.prepared_bytes(layer));
+  if (!kernels.causal(layer, state.ref(), heads, begin, end, prepared.data(), scratch.data())) return;
+  layer.repair = true;
+  state.assign(before);
+  plain::Guarded wider(kernels.scratch_bytes(layer)), again(kernels.prepared_bytes(layer));
+  kernels.causal(layer, state.ref(), heads, begin, end, again.data(), wider.data());
 }
 
-Problem problem_of(Form form, DType dtype, Map map, const Matrix& q, const Matrix& k, const Matrix& v,
-                   const Matrix& out) {
-  Problem p{};
-  p.form = form;
-  p.layer = {dtype, map, map != Map::identity, q.columns, v.columns, map == Map::exp ? 0 : 1e-6};
-  p.n_q = q.rows;
-  p.n_k = k.rows;
-  p.q = q.view();
-  p.k = k.view();
-  p.v = v.view();
-  p.out = out.out();
-  return p;
+void quadratic(const Kernels& kernels, Layer layer, View q, View k, View v, MaskView mask, int64_t n_k, OutView out,
+               int64_t begin, int64_t end) {
+  plain::Guarded scratch(kernels.scratch_bytes(layer));
+  if (!kernels.quadratic(layer, q, k, v, mask, n_k, out, begin, end, scratch.data())) return;
+  layer.repair = true;
+  plain::Guarded wider(kernels.scratch_bytes(layer));
+  kernels.quadratic(layer, q, k, v, mask, n_k, out, begin, end, wider.data());
 }
 
-struct OwnState {
-  std::vector<double> kv, k_sum;
-  std::vector<int32_t> log_scale;
-  OwnState(int64_t count, const Layer& layer)
-      : kv(static_cast<size_t>(count * layer.features * layer.d_v)),
-        k_sum(static_cast<size_t>(count * layer.features)),
-        log_scale(layer.map == Map::exp ? k_sum.size() : 0, kEmpty) {}
-  StateRef ref() { return {kv.data(), k_sum.data(), log_scale.empty() ? nullptr : log_scale.data()}; }
-};
+// Broadcast rows share their memory: they can't differ in what is masked.
+Matrix::Layout unless_same(Matrix::Layout layout, bool masked) {
+  return masked && layout == Matrix::same_row ? Matrix::gap : layout;
+}
+Matrix::Layout writable(Matrix::Layout layout) { return layout == Matrix::same_row ? Matrix::dense : layout; }
 
-void check_rows(const char* what, const Kernels& set, const Problem& p, const Matrix& q, const Matrix& k,
-                const Matrix& v, const Matrix& out, const uint8_t* mask, bool causal) {
-  const Operands operands(p.layer, q, k, v);
-  std::vector<Expected> row;
-  for (int64_t i = 0; i < q.rows; ++i) {
-    operands.definition(mask, i, 0, causal ? i + 1 : k.rows, row);
-    for (int64_t c = 0; c < v.columns; ++c) {
-      const bool good = close(p.layer.dtype, p.layer.map, out(i, c), row[static_cast<size_t>(c)]);
-      CHECK(good);
-      if (!good) {
-        std::printf("  %s %s: map %d, dtype %d, n_q %d, n_k %d, D %d, d_v %d, row %d, column %d: %.17g, not %.17g\n",
-                    set.name, what, int(p.layer.map), int(p.layer.dtype), int(q.rows), int(k.rows), int(q.columns),
-                    int(v.columns), int(i), int(c), out(i, c), row[static_cast<size_t>(c)].value);
-        return;
+void test_absorb_and_query(const Kernels& kernels, uint64_t seed) {
+  Case c(kernels, "absorb, query", seed);
+  const Layer& layer = c.layer;
+  const int64_t n_k = c.random.of(kRows) + (seed % 5 == 0 ? 300 : 0), n_q = c.random.of(kRows);
+  const int mask_kind = static_cast<int>(c.random.below(8));
+  plain::Mask mask(c.random, n_k, mask_kind > 5 ? 0 : mask_kind);
+  Matrix k(layer.dtype, n_k, layer.features, unless_same(c.layout(), mask.view.data));
+  Matrix v(layer.dtype, n_k, layer.d_v, unless_same(c.layout(), mask.view.data));
+  Matrix q(layer.dtype, n_q, layer.features, c.layout());
+  Matrix out(layer.dtype, n_q, layer.d_v, writable(c.layout()));
+  c.fill(k), c.fill(q), v.fill(c.random, -2, 2);
+  c.spoil(k, v, mask);
+
+  plain::Sums sums(layer.features, layer.d_v);
+  for (int64_t r = 0; r < n_k; ++r)
+    if (mask.keeps(r)) sums.add(layer.map, k, v, r);
+
+  plain::State state(layer);
+  plain::Guarded scratch(kernels.scratch_bytes(layer));
+  const int64_t cut = n_k ? c.random.below(n_k + 1) : 0;  // two calls add up
+  kernels.absorb(layer, state.ref(), k.view(), v.view(), mask.view, 0, cut, scratch.data());
+  scratch.poison();
+  kernels.absorb(layer, state.ref(), k.view(), v.view(), mask.view, cut, n_k, scratch.data());
+  CHECK(state.equals(sums, c.c(k)), "%s", c.label.c_str());
+
+  const int64_t half = n_q ? c.random.below(n_q + 1) : 0;
+  query(kernels, layer, state, q.view(), out.out(), half, n_q);
+  for (int64_t r = 0; r < half; ++r)
+    for (int64_t i = 0; i < layer.d_v; ++i) CHECK(std::isnan(out.at(r, i)), "%s", c.label.c_str());
+  query(kernels, layer, state, q.view(), out.out(), 0, half);
+  for (int64_t r = 0; r < n_q; ++r)
+    CHECK(plain::right(layer, out, r, plain::Row(layer, q, r, sums), c.c(k)), "%s", c.label.c_str());
+  CHECK(out.gaps_intact(), "%s", c.label.c_str());
+}
+
+void test_causal(const Kernels& kernels, uint64_t seed) {
+  Case c(kernels, "causal", seed);
+  const Layer& layer = c.layer;
+  const int64_t before = c.random.below(3) ? 0 : c.random.of(kRows), n = before + c.random.of(kRows);
+  const int64_t groups = 1 + c.random.below(3);
+  const int mask_kind = static_cast<int>(c.random.below(8));
+  plain::Mask mask(c.random, n, mask_kind > 5 ? 0 : mask_kind);
+  Matrix k(layer.dtype, n, layer.features, unless_same(c.layout(), mask.view.data));
+  Matrix v(layer.dtype, n, layer.d_v, unless_same(c.layout(), mask.view.data));
+  c.fill(k), v.fill(c.random, -2, 2);
+  c.spoil(k, v, mask);
+  std::vector<Matrix*> q, out;
+  std::vector<View> views;
+  std::vector<OutView> outs;
+  for (int64_t g = 0; g < groups; ++g) {
+    q.push_back(new Matrix(layer.dtype, n, layer.features, c.layout()));
+    out.push_back(new Matrix(layer.dtype, n, layer.d_v, writable(c.layout())));
+    c.fill(*q.back());
+    views.push_back(q.back()->view());
+    outs.push_back(out.back()->out());
+  }
+
+  plain::State state(layer);
+  plain::Guarded scratch(kernels.scratch_bytes(layer));
+  kernels.absorb(layer, state.ref(), k.view(), v.view(), mask.view, 0, before, scratch.data());
+  const Heads heads{views.data(), outs.data(), groups, k.view(), v.view(), mask.view};
+  causal(kernels, layer, state, heads, before, n);
+
+  plain::Sums sums(layer.features, layer.d_v);
+  for (int64_t r = 0; r < n; ++r) {
+    if (mask.keeps(r)) sums.add(layer.map, k, v, r);
+    for (size_t g = 0; g < q.size(); ++g) {
+      if (r < before)
+        CHECK(std::isnan(out[g]->at(r, 0)), "%s", c.label.c_str());
+      else
+        CHECK(plain::right(layer, *out[g], r, plain::Row(layer, *q[g], r, sums), c.c(k)), "%s", c.label.c_str());
+    }
+  }
+  CHECK(state.equals(sums, c.c(k)), "%s", c.label.c_str());
+  for (size_t g = 0; g < q.size(); ++g) {
+    CHECK(out[g]->gaps_intact(), "%s", c.label.c_str());
+    delete q[g];
+    delete out[g];
+  }
+}
+
+// Rows up to t keep their bits whatever stands behind them.
+void test_prefix(const Kernels& kernels, uint64_t seed) {
+  Case c(kernels, "prefix", seed);
+  const Layer& layer = c.layer;
+  const int64_t n = 2 + c.random.of(kRows), t = c.random.below(n - 1);
+  Matrix k(layer.dtype, n, layer.features, Matrix::dense), v(layer.dtype, n, layer.d_v, Matrix::dense);
+  Matrix q(layer.dtype, n, layer.features, Matrix::dense), once(layer.dtype, n, layer.d_v, Matrix::dense);
+  Matrix again(layer.dtype, n, layer.d_v, Matrix::dense);
+  c.fill(k), c.fill(q), v.fill(c.random, -2, 2);
+  for (Matrix* out : {&once, &again}) {
+    plain::State state(layer);
+    const View view = q.view();
+    const OutView target = out->out();
+    const Heads heads{&view, &target, 1, k.view(), v.view(), {nullptr, 0}};
+    causal(kernels, layer, state, heads, 0, n);
+    const double bad[] = {NAN, INFINITY, -INFINITY, 60000, -60000, 0};
+    for (int64_t r = t + 1; r < n; ++r) {
+      for (int64_t i = 0; i < layer.features; ++i) k.set(r, i, c.random.of(bad)), q.set(r, i, c.random.of(bad));
+      for (int64_t i = 0; i < layer.d_v; ++i) v.set(r, i, c.random.of(bad));
+    }
+  }
+  const size_t bytes = static_cast<size_t>((t + 1) * layer.d_v * plain::size_of(layer.dtype));
+  CHECK(std::memcmp(once.view().data, again.view().data, bytes) == 0, "%s t %lld", c.label.c_str(),
+        static_cast<long long>(t));
+}
+
+void test_quadratic(const Kernels& kernels, uint64_t seed) {
+  Case c(kernels, "quadratic", seed);
+  const Layer& layer = c.layer;
+  const int64_t n_k = c.random.of(kRows), n_q = c.random.of(kRows);
+  const int mask_kind = static_cast<int>(c.random.below(8));
+  plain::Mask mask(c.random, n_k, mask_kind > 5 ? 0 : mask_kind);
+  Matrix k(layer.dtype, n_k, layer.features, unless_same(c.layout(), mask.view.data));
+  Matrix v(layer.dtype, n_k, layer.d_v, unless_same(c.layout(), mask.view.data));
+  Matrix q(layer.dtype, n_q, layer.features, c.layout());
+  Matrix out(layer.dtype, n_q, layer.d_v, writable(c.layout()));
+  c.fill(k), c.fill(q), v.fill(c.random, -2, 2);
+  c.spoil(k, v, mask);
+  const int64_t half = n_q ? c.random.below(n_q + 1) : 0;
+  quadratic(kernels, layer, q.view(), k.view(), v.view(), mask.view, n_k, out.out(), 0, half);
+  quadratic(kernels, layer, q.view(), k.view(), v.view(), mask.view, n_k, out.out(), half, n_q);
+  plain::Sums sums(layer.features, layer.d_v);
+  for (int64_t r = 0; r < n_k; ++r)
+    if (mask.keeps(r)) sums.add(layer.map, k, v, r);
+  for (int64_t r = 0; r < n_q; ++r)
+    CHECK(plain::right(layer, out, r, plain::Row(layer, q, r, sums), c.c(k)), "%s", c.label.c_str());
+  CHECK(out.gaps_intact(), "%s", c.label.c_str());
+}
+
+void test_step(const Kernels& kernels, uint64_t seed) {
+  Case c(kernels, "step", seed);
+  const Layer& layer = c.layer;
+  const int64_t n = 1 + c.random.below(9), groups = 1 + c.random.below(3);
+  Matrix k(layer.dtype, n, layer.features, c.layout()), v(layer.dtype, n, layer.d_v, c.layout());
+  c.fill(k), v.fill(c.random, -2, 2);
+  plain::State state(layer);
+  plain::Sums sums(layer.features, layer.d_v);
+  plain::Guarded scratch(kernels.scratch_bytes(layer));
+  for (int64_t r = 0; r < n; ++r) {
+    std::vector<Matrix*> q, out;
+    std::vector<View> views;
+    std::vector<OutView> outs;
+    for (int64_t g = 0; g < groups; ++g) {
+      q.push_back(new Matrix(layer.dtype, 1, layer.features, c.layout()));
+      out.push_back(new Matrix(layer.dtype, 1, layer.d_v, c.layout()));
+      c.fill(*q.back());
+      views.push_back(q.back()->view());
+      outs.push_back(out.back()->out());
+    }
+    View k_row = k.view(), v_row = v.view();
+    k_row.data += r * k_row.row;
+    v_row.data += r * v_row.row;
+    const Heads heads{views.data(), outs.data(), groups, k_row, v_row, {nullptr, 0}};
+    scratch.poison();
+    kernels.step(layer, state.ref(), heads, scratch.data());
+    sums.add(layer.map, k, v, r);
+    for (size_t g = 0; g < q.size(); ++g) {
+      CHECK(plain::right(layer, *out[g], 0, plain::Row(layer, *q[g], 0, sums), c.c(k)), "%s", c.label.c_str());
+      CHECK(out[g]->gaps_intact(), "%s", c.label.c_str());
+      delete q[g];
+      delete out[g];
+    }
+  }
+  CHECK(state.equals(sums, c.c(k)), "%s", c.label.c_str());
+}
+
+// exp of numbers whose exponentials double itself can hold and float cannot, rising and falling along the sequence.
+void test_far_exponentials(const Kernels& kernels, uint64_t seed) {
+  Case c(kernels, "far exponentials", 4 * (7 * seed + 4) + seed % 4);
+  Layer layer = c.layer;
+  layer.map = Map::exp;
+  layer.normalize = true;
+  layer.eps = 0;
+  const int64_t n = 1 + c.random.of(kRows);
+  Matrix k(layer.dtype, n, layer.features, c.layout()), v(layer.dtype, n, layer.d_v, c.layout());
+  Matrix q(layer.dtype, n, layer.features, c.layout()), out(layer.dtype, n, layer.d_v, writable(c.layout()));
+  v.fill(c.random, -2, 2);
+  for (int64_t r = 0; r < n; ++r)
+    for (int64_t d = 0; d < layer.features; ++d) {
+      k.set(r, d, c.random.uniform(-150, 150));
+      q.set(r, d, c.random.uniform(-150, 150));
+    }
+  plain::State state(layer);
+  const View view = q.view();
+  const OutView target = out.out();
+  const Heads heads{&view, &target, 1, k.view(), v.view(), {nullptr, 0}};
+  causal(kernels, layer, state, heads, 0, n);
+  plain::Sums sums(layer.features, layer.d_v);
+  for (int64_t r = 0; r < n; ++r) {
+    sums.add(layer.map, k, v, r);
+    CHECK(plain::right(layer, out, r, plain::Row(layer, q, r, sums), c.c(k)), "%s", c.label.c_str());
+  }
+  Matrix two(layer.dtype, n, layer.d_v, Matrix::dense), one(layer.dtype, n, layer.d_v, Matrix::dense);
+  quadratic(kernels, layer, q.view(), k.view(), v.view(), {nullptr, 0}, n, two.out(), 0, n);
+  query(kernels, layer, state, q.view(), one.out(), 0, n);
+  for (int64_t r = 0; r < n; ++r) {
+    CHECK(plain::right(layer, two, r, plain::Row(layer, q, r, sums), c.c(k)), "%s", c.label.c_str());
+    CHECK(plain::right(layer, one, r, plain::Row(layer, q, r, sums), c.c(k)), "%s", c.label.c_str());
+  }
+}
+
+// Features and values beyond the range of float, and so small that their products vanish in it. Each row is of one
+// size, so that a right answer exists in every dtype that has the inputs.
+void test_far_numbers(const Kernels& kernels, uint64_t seed) {
+  Case c(kernels, "far numbers", seed);
+  Layer layer = c.layer;
+  layer.normalize = true;
+  layer.eps = 0;
+  if (layer.dtype == DType::float16) layer.dtype = DType::bfloat16;
+  const double most = layer.dtype == DType::float64 ? 300 : 34;
+  const int64_t n = 1 + c.random.of(kRows);
+  Matrix k(layer.dtype, n, layer.features, Matrix::dense), v(layer.dtype, n, layer.d_v, c.layout());
+  Matrix q(layer.dtype, n, layer.features, c.layout()), out(layer.dtype, n, layer.d_v, writable(c.layout()));
+  v.fill(c.random, 1, 2);
+  const bool grows = layer.map != Map::sigmoid && layer.map != Map::exp,
+             dies = layer.map != Map::relu && layer.map != Map::identity && layer.map != Map::squared_relu;
+  const double power = (layer.dtype == DType::float64 ? 0.45 : 0.9) / (layer.map == Map::squared_relu ? 2 : 1);
+  for (Matrix* x : {&k, &q})
+    for (int64_t r = 0; r < n; ++r) {
+      const double size = c.random.uniform(0, 1);
+      for (int64_t d = 0; d < layer.features; ++d) {
+        double number = std::pow(10, (grows ? most : 0) * power * size * c.random.uniform(0.99, 1));
+        if (dies && c.random.below(2))
+          number = -(layer.dtype == DType::float64 ? 340 : 85) * size * c.random.uniform(0.9, 1);
+        x->set(r, d, number);
       }
     }
+  plain::State state(layer);
+  const View view = q.view();
+  const OutView target = out.out();
+  const Heads heads{&view, &target, 1, k.view(), v.view(), {nullptr, 0}};
+  causal(kernels, layer, state, heads, 0, n);
+  plain::Sums sums(layer.features, layer.d_v);
+  for (int64_t r = 0; r < n; ++r) {
+    sums.add(layer.map, k, v, r);
+    CHECK(plain::right(layer, out, r, plain::Row(layer, q, r, sums), c.c(k)), "%s", c.label.c_str());
+  }
+  Matrix two(layer.dtype, n, layer.d_v, Matrix::dense), one(layer.dtype, n, layer.d_v, Matrix::dense);
+  quadratic(kernels, layer, q.view(), k.view(), v.view(), {nullptr, 0}, n, two.out(), 0, n);
+  query(kernels, layer, state, q.view(), one.out(), 0, n);
+  for (int64_t r = 0; r < n; ++r) {
+    CHECK(plain::right(layer, two, r, plain::Row(layer, q, r, sums), c.c(k)), "%s quadratic", c.label.c_str());
+    CHECK(plain::right(layer, one, r, plain::Row(layer, q, r, sums), c.c(k)), "%s linear", c.label.c_str());
   }
 }
 
-// All forms on one choice of map, dtype and sizes. The layouts and the mask vary with `turn`.
-void check_forms(const Kernels& set, Map map, DType dtype, Sizes n, int turn) {
-  Random random{static_cast<uint64_t>(turn) + 17};
-  auto some = [&](int64_t, int64_t) { return random.next(); };
-  const Layout in = kLayouts[turn % 6];
-  const Layout result = kLayouts[(turn / 6) % 5];  // broadcast can't be written
-  const bool masked = turn % 3 == 1;
-  std::vector<uint8_t> mask(static_cast<size_t>(n.n_k), 1);
-  if (masked)
-    for (auto& m : mask) m = random.next() > -0.5;
-  // What a mask hides is NaN: it must not leak.
-  auto hidden = [&](int64_t j, int64_t) {
-    return masked && in != Layout::broadcast && !mask[static_cast<size_t>(j)] ? kNaN : random.next();
-  };
-  const MaskView mask_view{masked ? mask.data() : nullptr, 1};
-  const uint8_t* kept = masked ? mask.data() : nullptr;
-
-  const Matrix q(dtype, n.n_q, n.features, in, some);
-  const Matrix k(dtype, n.n_k, n.features, in, hidden), v(dtype, n.n_k, n.d_v, in, hidden);
-  for (Form form : {Form::parallel, Form::quadratic}) {
-    const Matrix out(dtype, n.n_q, n.d_v, result, poison);
-    Problem p = problem_of(form, dtype, map, q, k, v, out);
-    p.mask = mask_view;
-    CHECK(solve(p, set, 1 + turn % 2));
-    check_rows(name_of(form), set, p, q, k, v, out, kept, false);
+void test_set(const Kernels& kernels, uint64_t cases) {
+  for (uint64_t seed = 0; seed < cases; ++seed) {
+    test_absorb_and_query(kernels, seed);
+    test_causal(kernels, seed);
+    test_prefix(kernels, seed);
+    test_quadratic(kernels, seed);
+    test_step(kernels, seed);
+    test_far_numbers(kernels, seed);
+    if (seed % 7 == 0) test_far_exponentials(kernels, seed / 7);
   }
-
-  // The keys in two parts, then queries of the state.
-  {
-    const Matrix out(dtype, n.n_q, n.d_v, result, poison);
-    Problem p = problem_of(Form::absorb, dtype, map, q, k, v, out);
-    OwnState state(1, p.layer);
-    p.before = p.after = state.ref();
-    const int64_t first = n.n_k / 3;
-    p.mask = mask_view;
-    p.n_k = first;
-    CHECK(solve(p, set, 1));
-    p.k.data += first * p.k.row;
-    p.v.data += first * p.v.row;
-    if (masked) p.mask.data += first;
-    p.n_k = n.n_k - first;
-    CHECK(solve(p, set, 1));
-    p.form = Form::query;
-    p.after = {};
-    CHECK(solve(p, set, 1));
-    check_rows("absorb and query", set, p, q, k, v, out, kept, false);
-  }
-
-  // Causal at once; then half of it, continued step by step.
-  const Matrix q2(dtype, n.n_k, n.features, in, some);
-  {
-    const Matrix out(dtype, n.n_k, n.d_v, result, poison);
-    Problem p = problem_of(Form::causal, dtype, map, q2, k, v, out);
-    p.mask = mask_view;
-    CHECK(solve(p, set, 1 + turn % 2));
-    check_rows("causal", set, p, q2, k, v, out, kept, true);
-  }
-  if (!masked) {
-    const Matrix out(dtype, n.n_k, n.d_v, result, poison);
-    Problem p = problem_of(Form::causal, dtype, map, q2, k, v, out);
-    OwnState state(1, p.layer);
-    p.after = state.ref();
-    const int64_t first = n.n_k / 2;
-    p.n_q = p.n_k = first;
-    CHECK(solve(p, set, 1));
-    p.form = Form::step;
-    p.before = p.after;
-    p.n_q = p.n_k = 1;
-    for (int64_t i = first; i < n.n_k; ++i) {
-      p.q.data = q2.data + i * q2.row;
-      p.k.data = k.data + i * k.row;
-      p.v.data = v.data + i * v.row;
-      p.out.data = out.data + i * out.row;
-      CHECK(solve(p, set, 1));
-    }
-    check_rows("prefill and steps", set, p, q2, k, v, out, nullptr, true);
-  }
-}
-
-// Two key heads, three query heads to each, packed sequences with an empty one; every form that takes them.
-void check_batches(const Kernels& set, Map map, DType dtype) {
-  const int64_t heads = 2, group = 3, n = 71, features = 19, d_v = 13, item = size_of(dtype);
-  const int64_t starts[] = {0, 0, 5, 5, 42, n};
-  Random random{5};
-  auto some = [&](int64_t, int64_t) { return random.next(); };
-  const Matrix q(dtype, heads * group * n, features, Layout::contiguous, some);
-  const Matrix k(dtype, heads * n, features, Layout::contiguous, some),
-      v(dtype, heads * n, d_v, Layout::contiguous, some);
-  for (Form form : {Form::parallel, Form::causal, Form::quadratic})
-    for (bool packed : {false, true})
-      for (int threads : {1, 3}) {
-        const Matrix out(dtype, heads * group * n, d_v, Layout::contiguous, poison);
-        Problem p = problem_of(form, dtype, map, q, k, v, out);
-        p.n_q = p.n_k = n;
-        if (packed) {
-          p.cu_seqlens = starts;
-          p.sequences = 5;
-        }
-        p.axis_count = 2;
-        p.axes[0] = {heads,          true, group * n * features * item, n * features * item,
-                     n * d_v * item, 0,    group * n * d_v * item,      1};
-        p.axes[1] = {group, false, n * features * item, 0, 0, 0, n * d_v * item, 0};
-        CHECK(solve(p, set, threads));
-        const Operands operands(p.layer, q, k, v);
-        std::vector<Expected> row;
-        bool good = true;
-        for (int64_t h = 0; h < heads * group && good; ++h)
-          for (int s = packed ? 0 : 4; s < 5; ++s)
-            for (int64_t i = packed ? starts[s] : 0; i < starts[s + 1]; ++i) {
-              const int64_t from = h / group * n + (packed ? starts[s] : 0);
-              const int64_t to = h / group * n + (form == Form::causal ? i + 1 : packed ? starts[s + 1] : n);
-              operands.definition(nullptr, h * n + i, from, to, row);
-              for (int64_t c = 0; c < d_v; ++c)
-                good = good && close(dtype, map, out(h * n + i, c), row[static_cast<size_t>(c)]);
-            }
-        CHECK(good);
-        if (!good)
-          std::printf("  %s: heads, %s, map %d, dtype %d, packed %d, %d threads\n", set.name, name_of(form), int(map),
-                      int(dtype), packed, threads);
-      }
-}
-
-// ---- what must keep its bits, and what is easily lost ---------------------------------------------------------------
-
-// Rows before the last keep their bits whatever stands in it.
-void check_prefix(const Kernels& set, Map map, DType dtype) {
-  const int64_t features = 17, d_v = 11;
-  for (int64_t n : {2, 64, 65, 130, 400}) {
-    std::vector<std::vector<char>> results;
-    for (double last : {0.5, 1.5 * 0x1p9, kNaN}) {
-      Random random{9};
-      auto some = [&](int64_t i, int64_t) {
-        const double x = random.next();
-        return i == n - 1 ? last : x;
-      };
-      const Matrix q(dtype, n, features, Layout::contiguous, some), k(dtype, n, features, Layout::contiguous, some);
-      const Matrix v(dtype, n, d_v, Layout::contiguous, some), out(dtype, n, d_v, Layout::contiguous, poison);
-      CHECK(solve(problem_of(Form::causal, dtype, map, q, k, v, out), set, 1));
-      results.emplace_back(out.data, out.data + (n - 1) * out.row);
-    }
-    CHECK(results[0] == results[1]);
-    CHECK(results[0] == results[2]);
-  }
-}
-
-// The same bits for any number of threads; long enough to be cut into pieces.
-void check_thread_bits(const Kernels& set, Form form, Map map) {
-  const int64_t n = 3001, features = 37, d_v = 41;
-  std::vector<char> first;
-  for (int threads : {1, 2, 3, 7}) {
-    Random random{3};
-    auto some = [&](int64_t, int64_t) { return random.next(); };
-    const Matrix q(DType::float32, n, features, Layout::contiguous, some);
-    const Matrix k(DType::float32, n, features, Layout::contiguous, some);
-    const Matrix v(DType::float32, n, d_v, Layout::contiguous, some);
-    const Matrix out(DType::float32, n, d_v, Layout::contiguous, poison);
-    CHECK(solve(problem_of(form, DType::float32, map, q, k, v, out), set, threads));
-    std::vector<char> bytes(out.data, out.data + n * out.row);
-    if (first.empty()) first = bytes;
-    CHECK(bytes == first);
-  }
-}
-
-// exp of keys and queries far beyond the range of the working precision, of both signs in one row: the signs change
-// from row to row, or every 256 rows, so that the sums of whole pieces differ by e^200.
-void check_huge_exponents(const Kernels& set, DType dtype, int64_t n, int64_t period) {
-  const int64_t features = 3, d_v = 5;
-  Random random{4};
-  auto near = [&](int64_t, int64_t) { return random.next(); };
-  auto far = [&](int64_t i, int64_t d) {
-    const double x = 100 + 2 * std::round(random.next());  // exact in bfloat16
-    return (i / period + d) % 2 ? x : -x;
-  };
-  const Matrix q(dtype, n, features, Layout::contiguous, far), k(dtype, n, features, Layout::contiguous, far);
-  const Matrix v(dtype, n, d_v, Layout::contiguous, near);
-  for (Form form : {Form::parallel, Form::causal, Form::quadratic})
-    for (bool with_state : {false, true}) {
-      if (with_state && form == Form::quadratic) continue;
-      const Matrix out(dtype, n, d_v, Layout::contiguous, poison);
-      Problem p = problem_of(form, dtype, Map::exp, q, k, v, out);
-      OwnState state(1, p.layer);
-      if (with_state) p.after = state.ref();
-      CHECK(solve(p, set, 1));
-      const Operands operands(p.layer, q, k, v);
-      std::vector<Expected> row;
-      bool good = true;
-      for (int64_t i = 0; i < n; ++i) {
-        operands.definition(nullptr, i, 0, form == Form::causal ? i + 1 : n, row);
-        for (int64_t c = 0; c < d_v; ++c)
-          good = good && close(dtype, Map::exp, out(i, c), row[static_cast<size_t>(c)], 208);
-      }
-      CHECK(good);
-      if (with_state) {  // its sums are those of the definition
-        for (int64_t d = 0; d < features; ++d) {
-          double sum = 0;
-          for (int64_t j = 0; j < n; ++j) sum += std::exp(k(j, d));
-          const double found = std::ldexp(state.k_sum[static_cast<size_t>(d)], state.log_scale[static_cast<size_t>(d)]);
-          CHECK(std::fabs(found - sum) <= 24 * 104 * working_epsilon(dtype) * sum);
-        }
-      }
-      if (!good)
-        std::printf("  %s: huge exponents, %s, dtype %d, n %d, state %d\n", set.name, name_of(form), int(dtype), int(n),
-                    with_state);
-    }
-}
-
-// No keys, only masked keys, or features that are all 0: the denominator is 0 and so is the output.
-void check_nothing_to_attend(const Kernels& set, DType dtype) {
-  const int64_t n = 9, features = 5, d_v = 3;
-  auto negative = [](int64_t i, int64_t) { return -1.0 - static_cast<double>(i % 2); };
-  const Matrix x(dtype, n, features, Layout::contiguous, negative), v(dtype, n, d_v, Layout::contiguous, negative);
-  const std::vector<uint8_t> none(static_cast<size_t>(n), 0);
-  for (Form form : {Form::parallel, Form::causal, Form::quadratic})
-    for (int way : {0, 1, 2}) {
-      if (way == 0 && form == Form::causal) continue;
-      const Matrix out(dtype, n, d_v, Layout::contiguous, poison);
-      Problem p = problem_of(form, dtype, way == 2 ? Map::relu : Map::exp, x, x, v, out);
-      p.layer.eps = 0;
-      if (way == 0) p.n_k = 0;
-      if (way == 1) p.mask = {none.data(), 1};
-      CHECK(solve(p, set, 1));
-      bool zero = true;
-      for (int64_t i = 0; i < n; ++i)
-        for (int64_t c = 0; c < d_v; ++c) zero = zero && out(i, c) == 0;
-      CHECK(zero);
-      if (!zero)
-        std::printf("  %s: nothing to attend, %s, way %d, dtype %d\n", set.name, name_of(form), way, int(dtype));
-    }
+  std::printf("%s: done, %ld checks so far\n", kernels.name, check::checks);
 }
 
 }  // namespace
 
-int main() {
-  CHECK(usable_kernels()[0] != nullptr);
-  CHECK(kernels_in_use() != nullptr);
-  for (auto at = usable_kernels(); *at; ++at) {
-    const Kernels& set = **at;
-    int turn = 0;
-    for (const Sizes& n : kSizes)
-      for (Map map : kMaps)
-        for (DType dtype : kDTypes) check_forms(set, map, dtype, n, turn++);
-    for (Map map : {Map::elu1, Map::exp, Map::identity})
-      for (DType dtype : kDTypes) {
-        check_batches(set, map, dtype);
-        check_prefix(set, map, dtype);
-      }
-    for (Form form : {Form::parallel, Form::causal, Form::quadratic})
-      for (Map map : {Map::elu1, Map::exp}) check_thread_bits(set, form, map);
-    for (DType dtype : kDTypes) {
-      check_huge_exponents(set, dtype, 37, 1);
-      check_huge_exponents(set, dtype, 1031, 256);
-      check_nothing_to_attend(set, dtype);
-    }
-    std::printf("%s: worst error %.2f of the bound\n", set.name, worst);
-    worst = 0;
-  }
+// Argument: how many random cases a set gets (each of 28 in a row has another dtype and map).
+int main(int argc, char** argv) {
+  const uint64_t cases = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 168;
+  for (auto set = usable_kernels(); *set; ++set) test_set(**set, cases);
+#ifdef LINATTN_TEST_WIDE
+  bool runs = true;
+#if defined(__x86_64__)
+  runs = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+  if (runs) test_set(wide::kTable, cases);
+#endif
   return check::report("test_kernels");
 }
