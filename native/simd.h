@@ -5,6 +5,7 @@
 // linker keeps one copy of such a function, and the copy it keeps may be the one with AVX-512 instructions.
 #pragma once
 
+#include <stddef.h>
 #include <stdint.h>
 
 #if defined(__AVX__) || defined(__SSE2__)
