@@ -74,7 +74,8 @@ def measure(report: Report, o: Options) -> None:
         micro = [1e6 * t for t in ours]
         report.row(
             f"{label}: our step", micro, "us",
-            at_most(7.2) if (heads, d) == (8, 64) else None, heads=heads, d=d,
+            # Where ggml isn't there to compare with: 1.2 times the 6 us it took on one machine.
+            at_most(7.2) if (heads, d) == (8, 64) and ggml is None else None, heads=heads, d=d,
         )  # fmt: skip
         report.row(
             f"{label}: of it Python, over the core's verb",
