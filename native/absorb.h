@@ -44,7 +44,9 @@ static int64_t absorb_bytes(const Layer& layer);
 template <class T>
 class PendingSums {
  public:
-  PendingSums(const Layer& layer, StateRef state, Source source, Arena& arena, const Prepared<T>* ready = nullptr)
+  // `later`: nothing reads the prepared state but its k_sum before the first add, which then prepares it.
+  PendingSums(const Layer& layer, StateRef state, Source source, Arena& arena, const Prepared<T>* ready = nullptr,
+              bool later = false)
       : layer_(layer),
         w_(layer),
         state_(state),
@@ -53,12 +55,22 @@ class PendingSums {
         kv_(arena.take<T>(w_.d * w_.v_row)),
         k_sum_(arena.take<T>(w_.d_pad)),
         again_(sizeof(T) == 4 ? arena.take<char>(absorb_bytes<double>(layer)) : nullptr) {
+    if (later) {
+      for (int64_t d = 0; d < w_.d_pad; ++d) ready_->k_sum[d] = 0;
+    } else {
+      begin();
+    }
+  }
+
+  void begin() {
     clear();
     prepare();
+    begun_ = true;
   }
 
   // += phi: (rows, D)^T v: (rows, d_v), and the column sums of phi
   void add(const T* phi, Rows<T> v, int64_t first, int64_t rows, Ahead (&ahead)[2]) {
+    if (!begun_) begin();
     if (rows_ == 0) first_ = first;
     for_strips<T, kTileVectors>(w_.v_pad, [&](auto vectors, int64_t c) {
       constexpr int NV = decltype(vectors)::value;
@@ -84,7 +96,15 @@ class PendingSums {
     if (rows_ >= kFlushRows) flush();
   }
 
+  // Adds everything to the state and starts again.
   void flush() {
+    if (rows_ == 0) return;
+    finish();
+    begin();
+  }
+
+  // The last flush: nothing is read or added afterwards.
+  void finish() {
     if (rows_ == 0) return;
     if (sizeof(T) == 4 && out_of_range()) {  // these rows again, in double
       absorb_of<double>(layer_, state_, source_.k, source_.v, source_.mask, first_, first_ + rows_, again_);
@@ -92,8 +112,6 @@ class PendingSums {
       for (int64_t d = 0; d < w_.d; ++d) add_to_state(state_.kv + d * w_.v, kv_ + d * w_.v_row, w_.v);
       add_to_state(state_.k_sum, k_sum_, w_.d);
     }
-    clear();
-    prepare();
   }
 
   void prepare() {
@@ -125,6 +143,7 @@ class PendingSums {
   T *kv_, *k_sum_;
   void* again_;
   int64_t first_ = 0, rows_ = 0;
+  bool begun_ = false;
 };
 
 // Bytes of scratch that absorb takes.
@@ -177,7 +196,7 @@ static void absorb_of(const Layer& layer, StateRef state, View k, View v, MaskVi
                       Ahead(layer.dtype, v.data, v.row, v.col, w.v, next, last)};
     pending.add(phi, right, r0, rows, ahead);
   }
-  pending.flush();
+  pending.finish();
 }
 
 }  // namespace LINATTN_ISA_NS

@@ -85,7 +85,8 @@ static bool causal_of(const Layer& layer, StateRef state, const Heads& heads, in
   RowScales<T> scales(arena, kChunk);
   uint8_t kept[kChunk];
 
-  PendingSums<T> pending(layer, state, {heads.k, heads.v, heads.mask}, arena, &ready);
+  const bool later = heads.empty_before && layer.map != Map::exp;
+  PendingSums<T> pending(layer, state, {heads.k, heads.v, heads.mask}, arena, &ready, later);
   bool troubled = false;
   for (int64_t r0 = begin, rows; r0 < end; r0 += rows) {
     rows = min_of(kChunk, end - r0);
@@ -104,6 +105,7 @@ static bool causal_of(const Layer& layer, StateRef state, const Heads& heads, in
       clear_masked(kept, values, w.v_row, rows);
     }
     transpose_block(phi_k, w, rows, phi_t);
+    const int64_t depth = later && r0 == begin ? 0 : w.d;  // an empty state adds nothing
     const int64_t next = r0 + rows, last = min_of(next + kChunk, end);
 
     for (int64_t g = 0; g < heads.groups; ++g) {
@@ -122,18 +124,19 @@ static bool causal_of(const Layer& layer, StateRef state, const Heads& heads, in
           with_rows<kTileRows<NV>>(rows - r, [&](auto tile_rows) {
             q_ahead.touch(2);
             out_ahead.touch(2);
-            causal_tile<T, decltype(tile_rows)::value, NV>(w.d, phi_q + r * w.d_row, w.d_row, ready.kv + c, w.v_row, r,
-                                                           weights + r * kChunkRow<T>, kChunkRow<T>, v.data + c, v.row,
-                                                           scales.factor + r, out.data + r * out.row + c, out.row);
+            causal_tile<T, decltype(tile_rows)::value, NV>(
+                depth, phi_q + r * w.d_row, w.d_row, ready.kv + c, w.v_row, r, weights + r * kChunkRow<T>, kChunkRow<T>,
+                v.data + c, v.row, scales.factor + r, out.data + r * out.row + c, out.row);
           });
       });
       troubled |= finish_rows(layer, heads.out[g], r0, rows, out, scales, phi_q);
     }
+    if (heads.state_unused && next == end) break;
     Ahead ahead[2] = {Ahead(layer.dtype, heads.k.data, heads.k.row, heads.k.col, w.d, next, last),
                       Ahead(layer.dtype, heads.v.data, heads.v.row, heads.v.col, w.v, next, last)};
     pending.add(phi_k, v, r0, rows, ahead);
   }
-  pending.flush();
+  if (!heads.state_unused) pending.finish();
   return troubled;
 }
 

@@ -415,7 +415,8 @@ class Run {
       q[g] = at.q;
       out[g] = at.out;
     }
-    const Heads heads{q, out, groups_, at.k, at.v, at.mask};
+    const bool from_start = rows.begin == 0 && !p_.before.kv;
+    const Heads heads{q, out, groups_, at.k, at.v, at.mask, from_start, !p_.after.kv};
     if (p_.form == Form::step)
       kernels_.step(p_.layer, state, heads, mine.scratch);
     else

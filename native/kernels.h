@@ -57,6 +57,8 @@ struct Heads {
   int64_t groups;
   View k, v;
   MaskView mask;
+  bool empty_before = false;  // causal: the state is empty, so the first chunk needn't ask it
+  bool state_unused = false;  // causal: nobody wants the state after the last row
 };
 
 struct Kernels {
