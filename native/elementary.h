@@ -105,7 +105,7 @@ template <class T>
 static inline Vec<T> power_of_two(Vec<T> n) {
   using F = Format<T>;
   const Vec<T> biased = n + (F::kRound + F::kBias);  // the low bits of the mantissa are n + bias
-  return (Vec<T>)((IntVec<T>)biased << F::kMantissaBits);
+  return (Vec<T>)((BitsVec<T>)biased << F::kMantissaBits);
 }
 
 // exp(x) for x <= 0; NaN gives no defined value (callers add a term that carries the NaN on).
@@ -116,8 +116,8 @@ static inline Vec<T> exp_nonpositive(Vec<T> x) {
   const Vec<T> n = shifted - F::kRound;
   const Vec<T> r = minus_logs<T>(x, n);
   // n goes into the exponent field by an integer addition: one multiplication less than mantissa * 2^n
-  const IntVec<T> bits = (IntVec<T>)exp_reduced(r) + ((IntVec<T>)shifted << F::kMantissaBits);
-  return (Vec<T>)(bits & ~(IntVec<T>)(x < F::kExpUnderflow));
+  const BitsVec<T> bits = (BitsVec<T>)exp_reduced(r) + ((BitsVec<T>)shifted << F::kMantissaBits);
+  return (Vec<T>)(bits & ~(BitsVec<T>)(x < F::kExpUnderflow));
 }
 
 // exp(x), 0 below the normal numbers and infinity above them; NaN stays NaN.

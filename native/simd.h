@@ -43,13 +43,17 @@ struct IntOf;
 template <>
 struct IntOf<float> {
   using type = int32_t;
+  using bits = uint32_t;
 };
 template <>
 struct IntOf<double> {
   using type = int64_t;
+  using bits = uint64_t;
 };
 template <class T>
 using Int = typename IntOf<T>::type;
+template <class T>
+using Bits = typename IntOf<T>::bits;  // for shifts and sums that may wrap around
 
 template <class T>
 struct VecOf {
@@ -59,6 +63,8 @@ template <class T>
 using Vec = typename VecOf<T>::type;
 template <class T>
 using IntVec = Vec<Int<T>>;
+template <class T>
+using BitsVec = Vec<Bits<T>>;
 
 template <class T>
 constexpr int64_t kLanes = kVectorBytes / static_cast<int64_t>(sizeof(T));
