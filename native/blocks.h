@@ -198,8 +198,8 @@ struct Rows {
 };
 
 // Rows [begin, begin + rows) of a view. They are read where they lie if they are dense in the working precision
-// (and, with `padded`, end on a whole vector); otherwise they are copied to `buffer`, padded with zeros to ld. Rows that
-// begin off a vector's boundary are read in place too: copying them first cost 3 % more than the split loads.
+// (and, with `padded`, end on a whole vector); otherwise they are copied to `buffer`, padded with zeros to ld. Rows
+// that begin off a vector's boundary are read in place too: copying them first cost 3 % more than the split loads.
 template <class T>
 static Rows<T> rows_of(DType dtype, View view, int64_t begin, int64_t rows, int64_t cols, bool padded, T* buffer,
                        int64_t ld) {
