@@ -941,7 +941,7 @@ def test_inputs_keep_their_bits(backend: str) -> None:
     state.query(q)
     state.copy().absorb(k, v)
     state.copy().step(q[..., :1, :], k[..., :1, :], v[..., :1, :])
-    state + state  # noqa: B018
+    state + state
     for x, y in zip(held, before, strict=True):
         same_bits(x, y)
 
