@@ -334,11 +334,6 @@ def check(call: Call) -> None:
         same_bits(np.asarray(x, x.dtype.newbyteorder("=")), was.astype(was.dtype.newbyteorder("=")))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=ValueError,
-    reason="NumPy gives an array without elements strides of 0, which is taken for a broadcast one",
-)
 def test_out_without_elements() -> None:
     none = np.zeros((0, 2), np.float32)
     out = np.empty((0, 2), np.float32)

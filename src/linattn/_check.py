@@ -327,7 +327,7 @@ def output(out: Any, expected: Shape, of: Any, inputs: dict[str, Array | None]) 
         )
     if not out.flags.writeable:
         raise ValueError("out: expected a writeable array, got a read-only one; pass out.copy()")
-    if any(d > 1 and s == 0 for d, s in zip(out.shape, out.strides, strict=True)):
+    if out.size and any(d > 1 and s == 0 for d, s in zip(out.shape, out.strides, strict=True)):
         raise ValueError("out: expected distinct elements, got a broadcast view; pass out.copy()")
     apart = True
     for name, value in inputs.items():
