@@ -63,9 +63,10 @@ def top(results: dict[str, Result]) -> str:
     rate = machine["matmul_rate"] / 1e9
     lines += [
         "",
-        f"float32, d = 64, {machine['threads']} threads of an {machine['cpu']} with {core} "
-        f"({rate:.0f} GFLOP/s in NumPy's matrix product). Measured by {COMMAND}; "
-        f"{quiet(results)}.",
+        f"float32, d = 64, {machine['threads']} threads of an {machine['cpu']} with {core}. "
+        f"NumPy's matrix product ran at {rate:.0f} GFLOP/s; counted alike, the full form reached "
+        f"{shares(results, 'forward')} of that, the causal one {shares(results, 'causal')}. "
+        f"Measured by {COMMAND}; {quiet(results)}.",
     ]
     return "\n".join(lines)
 
@@ -119,7 +120,7 @@ def missed(results: dict[str, Result]) -> str:
     if off:
         lines += ["", "| benchmark | what | measured | target | |", "|---|---|---|---|---|"]
         lines += [
-            f"| `{r['benchmark']}.py` | {row['what']} | {micro(row['shown'])} | {row['target']} "
+            f"| `{r['benchmark']}.py` | {named(row)} | {micro(row['shown'])} | {row['target']} "
             f"| {row['verdict']} |"
             for r, row in off
         ]
@@ -134,7 +135,7 @@ def rows(results: dict[str, Result], chosen: str) -> str:
         raise SystemExit(f"figures: no row of {name} is found by {expression!r}")
     lines = [f"| `{name}.py` | measured [quartiles] | target | |", "|---|---|---|---|"]
     lines += [
-        f"| {row['what']} | {micro(row['shown'])} | {row['target']} | {micro(row['note'])} |"
+        f"| {named(row)} | {micro(row['shown'])} | {row['target']} | {micro(row['note'])} |"
         for row in found
     ]
     return "\n".join(lines)
@@ -162,6 +163,19 @@ def one(
     if n is None:
         return found[0]
     return min(found, key=lambda row: abs(row["data"].get("n", n) - n))
+
+
+def named(row: Any) -> str:
+    """What a row measures, with its dtype where that isn't the usual one."""
+    dtype = row["data"].get("dtype", "float32")
+    return row["what"] if dtype in ("float32", *row["what"].split()) else f"{row['what']}, {dtype}"
+
+
+def shares(results: dict[str, Result], name: str) -> str:
+    """From the least to the most that a benchmark reached of the matrix product's rate."""
+    rows = results[name]["rows"]
+    found = [r["value"] for r in rows if "heads" in r["data"] and "share" in r["what"]]
+    return f"{min(found):.2f} … {max(found):.2f}"
 
 
 def sized(row: Any) -> str:
