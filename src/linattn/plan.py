@@ -154,7 +154,7 @@ def plan(
     batch: int = 1,
     groups: int = 1,
     causal: bool = False,
-    chunk: int = 64,
+    chunk: int = 32,
     closed_form: bool = False,
     state: bool = False,
     return_state: bool = False,

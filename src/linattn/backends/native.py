@@ -86,6 +86,8 @@ def _load() -> None:
         found = importlib.import_module("linattn._native")
     except ImportError as error:
         reason = "it was not built" if isinstance(error, ModuleNotFoundError) else str(error)
+        if "LINATTN_ISA" in reason:  # a wish that can't be met; another backend is no answer to it
+            raise
         if os.environ.get("LINATTN_REQUIRE_NATIVE", "0") not in ("", "0"):
             raise ImportError(
                 f"LINATTN_REQUIRE_NATIVE is set, and linattn's compiled core is missing: {reason}; "
