@@ -93,31 +93,51 @@ static bool zero_is_exact(const Layer& layer, const T* phi_q, int64_t d) {
   return true;
 }
 
+// Whether rows that are finite become infinite where halves round them.
+template <class T>
+static bool overflows_half(const Layer& layer, const OutRows<T>& ready, int64_t rows) {
+  if (layer.dtype != DType::float16 && layer.dtype != DType::bfloat16) return false;
+  const T limit = layer.dtype == DType::float16 ? T(65520) : T(0x1.ffp127);
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < layer.d_v; ++c) {
+      const T x = ready.data[r * ready.row + c];
+      if (x >= limit || x <= -limit) return true;
+    }
+  return false;
+}
+
 // The rows that a plain product can't give: 0 where denominator + eps is 0 (0 * NaN and 0 * inf would be NaN), and the
 // true units of an unnormalised row. Then the way to the output's dtype and strides. Returns whether rows have left the
-// range of T; they hold NaN or infinity.
+// range of T; they hold NaN or infinity. A row counts that becomes infinite on its way out, too: else its other numbers
+// would be made again, and rounded otherwise, where some later row is in trouble, and only there.
 template <class T>
 static bool finish_rows(const Layer& layer, OutView out, int64_t begin, int64_t rows, const OutRows<T>& ready,
                         const RowScales<T>& scales, const T* phi_q) {
   const Widths<T> w(layer);
-  const T least = static_cast<T>(kLeastTotal), not_a_number = static_cast<T>(__builtin_nanf(""));
-  bool troubled = !layer.repair && !all_finite(ready.data, ready.row, rows, w.v);
+  const T least = static_cast<T>(kLeastTotal), most = Format<T>::kMost / 4;
+  const T not_a_number = static_cast<T>(__builtin_nanf(""));
   for (int64_t r = 0; r < rows && layer.normalize; ++r) {
     const T total = scales.total[r];
-    if (!(total < least && total > -least)) continue;
+    const bool small = total < least && total > -least, large = !(total < most && total > -most);
+    if (!small && !large) continue;
     T* row = ready.data + r * ready.row;
-    const bool vanished = !layer.repair && layer.map != Map::exp && !zero_is_exact(layer, phi_q + r * w.d_row, w.d);
-    if (vanished || total == 0)
-      for (int64_t c = 0; c < w.v; ++c) row[c] = vanished ? not_a_number : T(0);
-    troubled |= vanished;
+    // A row of an exponential map that has seen no key: 2^-power is infinite, and with it eps in the row's units.
+    const bool unseen = layer.map == Map::exp && scales.power[r] < T(0.75 * kEmpty);
+    const bool lost = !layer.repair && !unseen &&
+                      (large || (layer.map != Map::exp && !zero_is_exact(layer, phi_q + r * w.d_row, w.d)));
+    if (lost || unseen || total == 0)
+      for (int64_t c = 0; c < w.v; ++c) row[c] = lost ? not_a_number : T(0);
   }
-  if (has_row_powers(layer) && !layer.normalize)
+  if (has_row_powers(layer) && !layer.normalize) {
     for (int64_t r = 0; r < rows; ++r) {
       T* row = ready.data + r * ready.row;
       const int64_t power = static_cast<int64_t>(scales.power[r]), half = power / 2;
       const double first = exact_power(half), second = exact_power(power - half);
       for (int64_t c = 0; c < w.v; ++c) row[c] = static_cast<T>(static_cast<double>(row[c]) * first * second);
     }
+  }
+  const bool troubled =
+      !layer.repair && (!all_finite(ready.data, ready.row, rows, w.v) || overflows_half(layer, ready, rows));
   for (int64_t r = 0; r < rows && !ready.direct; ++r) {
     char* to = out.data + (begin + r) * out.row;
     if (layer.repair && !needs_repair(layer, to, out.col, ready.spare)) continue;

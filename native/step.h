@@ -109,7 +109,11 @@ static bool step_query(const Layer& layer, StateRef state, View q, OutView out, 
   for (int64_t d = 0; d < w.d_pad; ++d) ready.k_sum[d] = 0;
   if (layer.map == Map::exp) prepare_scales(layer, state.log_scale, ready.scale);
   map_queries(layer, ready, q, 0, 1, row, scales.power, scales.dots);
-  for (int64_t d = 0; d < w.d; ++d) phi_q[d] = static_cast<double>(row[d]);
+  bool vanished = false;
+  for (int64_t d = 0; d < w.d; ++d) {
+    phi_q[d] = static_cast<double>(row[d]);
+    vanished |= row[d] == 0;
+  }
   sweep_state<kUpdate>(w.d, w.v, state.kv, phi_k, v, phi_q, num);
 
   double total = 1;
@@ -119,6 +123,7 @@ static bool step_query(const Layer& layer, StateRef state, View q, OutView out, 
     total = eps + dot_of(phi_q, state.k_sum, w.d);
   }
   if (!layer.repair && !(all_finite(row, 0, 1, w.d) && all_finite(num, 0, 1, w.v))) return false;
+  if (!layer.repair && vanished && is_positive(layer.map)) return false;
   if (!layer.repair && layer.map != Map::exp && total > -1e-290 && total < 1e-290 && !zero_is_exact(layer, row, w.d))
     return false;
   const OutRows<T> to(layer, out, 0, buffer, 1);
