@@ -131,6 +131,43 @@ def test_definition_far_from_the_origin(backend: str, name: str) -> None:
                 close(out, expected, bound, what=(far, causal, dtype))
 
 
+RANGES = {
+    # positive maps so far below 0 that products of two phi, or phi itself, are no normal numbers
+    "vanishing": (("elu1", "softplus", "sigmoid"), lambda x: -45 - 10 * x, 1.0),
+    "vanished": (("elu1", "softplus", "sigmoid"), lambda x: -86 - 8 * x, 1.0),
+    # products, or only their sum, beyond the largest number
+    "large": (("elu1", "relu", "softplus", "identity"), lambda x: 1e17 * 10 ** (3 * x), 1.0),
+    "huge": (("elu1", "relu", "softplus", "identity"), lambda x: 1e25 * 10**x, 1.0),
+    "only the denominator": (("elu1", "relu", "identity"), lambda x: 1e19 * (1 + x), 1e-12),
+    "only the numerator": (("elu1", "relu", "identity"), lambda x: 1e9 * (1 + x), 1e22),
+    "squares": (("squared_relu",), lambda x: 1e10 * (1 + x), 1.0),
+    # exponents that no sum of floats can hold
+    "exponents": (("exp", "hyperbolic"), lambda x: 3000 * (x - 0.5), 1.0),
+    "far exponents": (("exp", "hyperbolic"), lambda x: 1e5 + 100 * x, 1.0),
+}
+
+
+@pytest.mark.parametrize("label", list(RANGES))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_definition_beyond_the_range_of_float(backend: str, dtype: str, label: str) -> None:
+    """Where an answer exists, it's found, though the sums on the way leave float's range."""
+    names, values, size = RANGES[label]
+    n, d_k, d_v = 131, 3, 5
+    for name in names:
+        rng = np.random.default_rng(len(label))
+        q, k = (values(rng.random((n, d_k))).astype(DTYPES[dtype]) for _ in range(2))
+        v = (size * rng.normal(size=(n, d_v))).astype(DTYPES[dtype])
+        for causal in (False, True):
+            expected, bound = definition(q, k, v, MAPS[name], 0.0, causal=causal)
+            for order in ("auto",) if causal else ("linear", "quadratic"):
+                out = linear_attention(q, k, v, MAPS[name], 0.0, causal=causal, order=order)  # type: ignore[arg-type]
+                close(out, expected, bound, what=(name, causal, order))
+        rows = steps(empty(name, (), d_k, d_v, DTYPES[dtype]), q[:29], k[:29], v[:29], eps=0.0)
+        close(rows, expected[:29], bound[:29], what=(name, "steps"))
+        state = State.of(k, v, MAPS[name])
+        close(state.query(q, 0.0), *definition(q, k, v, MAPS[name], 0.0), what=(name, "state"))
+
+
 # --------------------------------------------------------------------------------------- 2. order
 
 
@@ -317,6 +354,32 @@ def test_prefix_of_sequences_in_pieces(backend: str, dtype: str, name: str) -> N
         if name in cases.EXPONENTIAL:
             k = (k * kind.type(30)).astype(kind)
         prefix_holds(q, k, v, name, (0, 255, 256, 511, 600, 767, 1023, n - 2), n)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "by", "first"),
+    [
+        ("float16", "elu1", 1, 1e4),
+        ("float16", "softplus", 1, 1e4),
+        ("bfloat16", "relu", 1, 1e38),
+        ("float32", "exp", 40, 1),
+        ("float32", "relu", 1, 1e38),
+        ("float64", "exp", 300, 1),
+    ],
+)
+def test_prefix_of_rows_that_overflow(
+    backend: str, dtype: str, name: str, by: float, first: float
+) -> None:
+    """Rows of which one number is infinite keep the bits of the others."""
+    n, kind = 523, DTYPES[dtype]
+    q, k, v = (normal(i, n, d) for i, d in ((1, 5), (2, 5), (3, 7)))
+    v[:, 0] *= first
+    q, k, v = (x.astype(kind) for x in (q, by * k, v))
+    options: dict[str, Any] = {"causal": True, "normalize": False}
+    out = linear_attention(q, k, v, MAPS[name], **options)
+    assert np.isinf(out).any()
+    k[-1] = np.nan
+    same_bits(out[:-1], linear_attention(q, k, v, MAPS[name], **options)[:-1])
 
 
 @pytest.mark.parametrize("name", ["elu1", "exp", "identity", "mirror"])
