@@ -366,6 +366,37 @@ def test_25_memory_does_not_grow() -> None:
         assert int(run.stdout) <= 2048, f"{run.stdout.strip()} KiB at n = {n}"
 
 
+MANY_HEADS = """
+    import resource
+    import numpy as np
+    from linattn import State, linear_attention, set_num_threads
+    set_num_threads(2)
+    heads = 4096
+    q = np.broadcast_to(np.float32(0.5), (4 * heads, 3, 64))
+    k = np.broadcast_to(np.float32(0.5), (heads, 3, 64))
+    out = np.ones(q.shape, np.float32)
+    few = slice(0, 64)
+    peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    every = slice(None)
+    for cut, options in ((few, {}), (every, {"order": "linear"}), (every, {"causal": True})):
+        queries = slice(4 * len(k[cut]))
+        linear_attention(q[queries], k[cut], k[cut], enable_gqa=True, out=out[queries], **options)
+        if cut == few:
+            before = peak()
+    print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not cases.CORE, reason="the compiled core is missing")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak in KiB")
+def test_25_memory_does_not_grow_with_the_heads() -> None:
+    """No state is kept for each of 4,096 heads: that would take 130 MiB and more."""
+    code = textwrap.dedent(MANY_HEADS)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) <= 4096, f"{run.stdout.strip()} KiB"
+
+
 # 26, 27, 30 ------------------------------------------------------------------------------------
 
 
@@ -425,3 +456,84 @@ def test_30_beyond_2_31_elements_of_real_strides() -> None:
     within(linear_attention(q, k, v, key_mask=mask), q, k[rows], v[rows])
     # the last rows alone, by an offset of more than 2^31 elements
     within(linear_attention(q[:2], k[-2:], v[-2:]), q[:2], k[rows[-2:]], v[rows[-2:]])
+
+
+@pytest.mark.skipif(not cases.CORE, reason="the compiled core is missing")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="needs memory that is mapped when it is touched"
+)
+@pytest.mark.parametrize(
+    ("which", "causal"),
+    [
+        ("q", False),
+        ("k", False),
+        ("v", False),
+        pytest.param("q", True, marks=pytest.mark.slow),
+        pytest.param("k", True, marks=pytest.mark.slow),
+    ],
+)
+def test_30_beyond_2_31_elements_all_of_them_read(which: str, causal: bool) -> None:
+    """relu of 0 is 0, so that only the rows filled count; an index of 32 bits would miss them."""
+    n, wide = 2**20 + 7, 2053
+    shapes = {"q": (n, 3), "k": (n, 3), "v": (n, 2)}
+    if which == "v":
+        shapes["v"] = (n, wide)
+    else:
+        shapes["q"], shapes["k"] = (n, wide), (n, wide)
+        for x in {"q", "k"} - {which}:  # the same row everywhere takes no memory
+            shapes[x] = (1, wide)
+    arrays = {x: np.zeros(shape, np.float16) for x, shape in shapes.items()}
+    assert arrays[which].size > 2**31
+    rows = np.array([0, 1, n // 2, n - 2, n - 1])
+    for i, (x, array) in enumerate(arrays.items()):
+        if len(array) == n:
+            array[rows] = np.abs(normal(50 + i, 5, array.shape[1]))
+        else:
+            array[0, ::7] = 1
+            arrays[x] = np.broadcast_to(array, (n, array.shape[1]))
+    q, k, v = arrays["q"], arrays["k"], arrays["v"]
+    if which == "v":  # and the output would be as large: take it where few rows exist
+        q = q[rows]
+    out = linear_attention(q, k, v, "relu", causal=causal)
+    few = q[rows] if which != "v" else q
+    if which != "q":
+        found = out[rows] if which != "v" else out
+        within(found, few, k[rows], v[rows], feature_map="relu", causal=causal)
+    else:  # all keys are alike and the values that are not 0 stand in five of the rows
+        weights = np.maximum(few.astype(float), 0) @ k[0].astype(float)
+        for i, row in enumerate(rows):
+            seen = row + 1 if causal else n
+            total = v[rows[rows < seen]].astype(float).sum(0) * weights[i]
+            right = total / (weights[i] * seen + 1e-6)
+            np.testing.assert_allclose(out[row].astype(float), right, rtol=2e-3, atol=1e-7)
+
+
+def far_apart(x: np.ndarray, axis: int) -> np.ndarray:
+    """x with more than 2^31 bytes between its elements along an axis, in unmapped memory."""
+    step = (2**31 // x.itemsize + 5) * x.itemsize
+    room = np.zeros(step * (x.shape[axis] - 1) + x.nbytes, np.uint8).view(x.dtype)
+    inner = np.moveaxis(np.zeros(np.delete(x.shape, axis), x.dtype)[None], 0, axis).strides
+    strides = tuple(step if i == axis else s for i, s in enumerate(inner))
+    view = np.lib.stride_tricks.as_strided(room, x.shape, strides)
+    view[...] = x
+    return view
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="needs memory that is mapped when it is touched"
+)
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("name", ["elu1", "exp"])
+def test_30_strides_beyond_2_31_bytes(backend: str, name: str, axis: int) -> None:
+    """Of batch elements, rows and features, forwards and backwards, of inputs and the output."""
+    q, k, v = normal(60, 3, 3, 3), normal(61, 3, 3, 3), normal(62, 3, 3, 3)
+    far = [far_apart(x, axis) for x in (q, k, v)]
+    out = far_apart(np.full(q.shape, np.nan, np.float32), axis)
+    back = (slice(None),) * axis + (slice(None, None, -1),)
+    for options in ({"causal": True}, {"order": "linear"}, {"order": "quadratic"}):
+        right = linear_attention(q, k, v, name, **options)
+        assert linear_attention(*far, name, out=out, **options) is out
+        cases.same_bits(np.array(out), right)
+        flipped = linear_attention(*(x[back] for x in far), name, **options)
+        again = linear_attention(*(np.array(x[back]) for x in (q, k, v)), name, **options)
+        cases.same_bits(flipped, again)
