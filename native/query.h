@@ -98,12 +98,13 @@ template <class T>
 static bool overflows_half(const Layer& layer, const OutRows<T>& ready, int64_t rows) {
   if (layer.dtype != DType::float16 && layer.dtype != DType::bfloat16) return false;
   const T limit = layer.dtype == DType::float16 ? T(65520) : T(0x1.ffp127);
+  bool over = false;
   for (int64_t r = 0; r < rows; ++r)
-    for (int64_t c = 0; c < layer.d_v; ++c) {
+    for (int64_t c = 0; c < layer.d_v; ++c) {  // no way out, so that the compiler makes vectors of it
       const T x = ready.data[r * ready.row + c];
-      if (x >= limit || x <= -limit) return true;
+      over |= (x >= limit) | (x <= -limit);
     }
-  return false;
+  return over;
 }
 
 // The rows that a plain product can't give: 0 where denominator + eps is 0 (0 * NaN and 0 * inf would be NaN), and the

@@ -341,11 +341,6 @@ def test_out_without_elements() -> None:
         assert linear_attention(none, none, none, out=out) is out
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=ValueError,
-    reason="the groups are counted with the state's heads, the array backend has those of k and v",
-)
 @pytest.mark.parametrize("causal", [False, True])
 def test_more_heads_in_the_state(causal: bool) -> None:
     """One head of k and v broadcasts against those of a state, grouped as otherwise."""

@@ -279,7 +279,7 @@ def _attend_one(
     """Fills out, and after where it is wanted (its arrays hold zeros)."""
     D, d_v = k.shape[-1], v.shape[-1]
     if enable_gqa:
-        heads = max(k.shape[-3], v.shape[-3])
+        heads = max(k.shape[-3], v.shape[-3], 1 if before is None else before[0].shape[-3])
         q, out = _grouped(q, heads), _grouped(out, heads)
         k, v = k[..., None, :, :], v[..., None, :, :]
         if mask is not None and mask.ndim > 1:
