@@ -312,7 +312,9 @@ def test_same_bits_on_repeat(backend: str, threads: int) -> None:
 
 def counted(code: str = "", **environment: str | None) -> int:
     """get_num_threads() of a fresh process, after some code."""
-    env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    # The gate demands the core; where a test hides it, that must not be an error.
+    unset = ("OMP_NUM_THREADS", "LINATTN_REQUIRE_NATIVE")
+    env = {k: v for k, v in os.environ.items() if k not in unset}
     env |= {name: value for name, value in environment.items() if value is not None}
     script = f"import os\n{code}\nimport linattn\nprint(linattn.get_num_threads())"
     found = subprocess.run(
