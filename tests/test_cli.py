@@ -582,19 +582,29 @@ def test_interrupt(number: int, status: int, causal: list[str]) -> None:
         np.lib.format.open_memmap(f"{name}.npy", "w+", "f4", (300_000, 4)).flush()
     Path("out.npy").write_text("old")
     source = str(Path(linattn.__file__).parents[1])
-    process = subprocess.Popen(
-        [sys.executable, "-c", RUN, "attend", "q.npy", "k.npy", "v.npy", "-o", "out.npy",
-         "--block", "1", *causal],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": source},
-    )  # fmt: skip
-    end = time.monotonic() + 30
-    while not any(name.endswith(".part") for name in os.listdir()):
-        assert process.poll() is None and time.monotonic() < end
-        time.sleep(0.01)
-    time.sleep(0.05)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    # A shell starts what runs in its background with SIGINT ignored, and that is inherited: tests
+    # run there would start a process that is right not to listen.
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", RUN, "attend", "q.npy", "k.npy", "v.npy", "-o", "out.npy",
+             "--block", "1", *causal],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": source},
+        )  # fmt: skip
+    finally:
+        signal.signal(number, before)
+    with process:
+        try:
+            end = time.monotonic() + 30
+            while not any(name.endswith(".part") for name in os.listdir()):
+                assert process.poll() is None and time.monotonic() < end
+                time.sleep(0.01)
+            time.sleep(0.05)
+            process.send_signal(number)
+            out, err = process.communicate(timeout=30)
+        finally:
+            process.kill()  # or what it left open would fail the tests behind this one
     assert (process.returncode, out) == (status, "")
     assert err == f"linattn attend: interrupted; {os.path.realpath('out.npy')} was not written\n"
     assert Path("out.npy").read_text() == "old"
