@@ -249,12 +249,11 @@ def _reading(path: str) -> Iterator[None]:
 
 
 def checked_output(path: str, what: str, formats: Sequence[str] = FORMATS) -> str:
-    """The file to write, links followed; errors where that cannot go well."""
+    """The file to write, by the name it was given; errors where that cannot go well."""
     suffix = os.path.splitext(path)[1].lower()
     if suffix not in formats:
         fail(f"{what} {path}: expected a name that ends in {_list(formats, 'or')}")
-    path = os.path.realpath(path)
-    folder = os.path.dirname(path)
+    folder = os.path.dirname(os.path.realpath(path))
     if not os.path.isdir(folder):
         fail(f"{what} {path}: there is no folder {folder}")
     if os.path.exists(path) and not os.path.isfile(path):
@@ -267,7 +266,7 @@ def clashes(output: str, what: str, others: dict[str, str | None]) -> None:
     for name, other in others.items():
         if other is None:
             continue
-        if os.path.realpath(other) == output or (
+        if os.path.realpath(other) == os.path.realpath(output) or (
             os.path.exists(output) and os.path.exists(other) and os.path.samefile(output, other)
         ):
             fail(f"{what} {output}: is the same file as {name}; nothing was read or written")
@@ -399,11 +398,14 @@ def replacing(path: str, what: str) -> Iterator[BinaryIO]:
 
 
 def _named(temporary: str, path: str) -> None:
-    """Give a complete file its name, and the rights of a new file rather than a private one."""
+    """Give a complete file its name, and the rights of a new file rather than a private one.
+
+    Where the name is a link, its target is replaced.
+    """
     mask = os.umask(0)
     os.umask(mask)
     os.chmod(temporary, 0o666 & ~mask)
-    os.replace(temporary, path)
+    os.replace(temporary, os.path.realpath(path))
 
 
 def _errnos() -> frozenset[int]:
@@ -419,7 +421,8 @@ _NO_RESERVE = _errnos()  # the file system cannot
 
 
 def _temporary_beside(path: str) -> tuple[int, str]:
-    return tempfile.mkstemp(dir=os.path.dirname(path), prefix=".linattn-", suffix=".part")
+    folder = os.path.dirname(os.path.realpath(path))
+    return tempfile.mkstemp(dir=folder, prefix=".linattn-", suffix=".part")
 
 
 def _start_of_file(path: str, suffix: str, shape: tuple[int, ...], dtype: Any) -> bytes:

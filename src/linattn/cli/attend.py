@@ -137,7 +137,7 @@ def _state(path: str, feature_map: str | None) -> State:
 
 def _save(state: State, path: str) -> None:
     try:
-        state.save(path)
+        state.save(os.path.realpath(path))  # a link stays one
     except OSError as error:
         fail(f"--state-out {path}: {error.strerror or error}; nothing was written")
 
