@@ -3,28 +3,43 @@
 #include <cstdlib>
 #include <cstring>
 
+#if defined(__x86_64__) || defined(_M_X64)
+#include <cpuid.h>
+#endif
+
 namespace linattn {
 namespace {
 
-// The processor and the operating system (which must save the wide registers) both have to agree; GCC's and Clang's
-// builtin asks both.
-[[maybe_unused]] bool runs_avx512() {
+#if defined(__x86_64__) || defined(_M_X64)
+// What x86-64-v3 has beside AVX2, FMA, BMI and BMI2, and no compiler's builtin knew from the start: F16C, MOVBE, LZCNT.
+// Processors that have AVX2 have them too, but a virtual machine may hide any.
+bool has_f16c_movbe_lzcnt() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid(1, &a, &b, &c, &d)) return false;
+  constexpr unsigned kMovbe = 1u << 22, kF16c = 1u << 29;
+  if ((c & kMovbe) == 0 || (c & kF16c) == 0) return false;
+  constexpr unsigned kLzcnt = 1u << 5;
+  return __get_cpuid(0x80000001, &a, &b, &c, &d) && (c & kLzcnt) != 0;
+}
+#endif
+
+// Everything that the compiler may use of x86-64-v3. The operating system has to save the wide registers: GCC's and
+// Clang's builtin asks that too.
+[[maybe_unused]] bool runs_avx2() {
 #if defined(__x86_64__) || defined(_M_X64)
   __builtin_cpu_init();
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
+         __builtin_cpu_supports("bmi2") && has_f16c_movbe_lzcnt();
 #else
   return false;
 #endif
 }
 
-// F16C, BMI and the rest of x86-64-v3 came with the same processors as AVX2, and no virtual machine is known to hide
-// one of them alone; FMA and AVX2 are asked for.
-[[maybe_unused]] bool runs_avx2() {
+// The same of x86-64-v4, which has all of x86-64-v3.
+[[maybe_unused]] bool runs_avx512() {
 #if defined(__x86_64__) || defined(_M_X64)
-  __builtin_cpu_init();
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
-         __builtin_cpu_supports("bmi2");
+  return runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #else
   return false;
 #endif
