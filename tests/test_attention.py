@@ -526,6 +526,32 @@ def test_out(how):
         assert same is out
 
 
+@pytest.mark.parametrize("how", [{}, {"order": "quadratic"}, {"causal": True}], ids=str)
+@pytest.mark.parametrize("name", ["elu1", "exp", lambda x: np.float32(x * x)])
+def test_out_in_a_file(how, name, tmp_path):
+    """A memory map receives the result as any array does, from the core where it serves."""
+    q, k, v = qkv(67)
+    expected = linear_attention(q, k, v, name, **how)
+    out = np.lib.format.open_memmap(tmp_path / "out.npy", "w+", q.dtype, expected.shape)
+    assert linear_attention(q, k, v, name, out=out, **how) is out
+    assert (np.load(tmp_path / "out.npy") == expected).all()
+
+    state = State.of(k, v, name)
+    expected, steps = state.query(q), state.copy().step(*(x[..., :1, :] for x in (q, k, v)))
+    assert state.query(q, out=out) is out
+    assert (np.load(tmp_path / "out.npy") == expected).all()
+    one = out[..., :1, :]
+    assert type(one) is np.memmap
+    assert state.step(*(x[..., :1, :] for x in (q, k, v)), out=one) is one
+    assert (np.load(tmp_path / "out.npy")[..., :1, :] == steps).all()
+    assert softmax_attention(q, k, v, out=out) is out
+    assert (np.load(tmp_path / "out.npy") == softmax_attention(q, k, v)).all()
+
+    for other in (np.recarray, np.ma.MaskedArray):  # which write in ways of their own
+        with pytest.raises(TypeError, match=r"out: expected a numpy array, got.*; pass out\.view"):
+            linear_attention(q[0, 0], k[0, 0], v[0, 0], out=np.zeros((67, E)).view(other))
+
+
 # Maps of one's own
 
 

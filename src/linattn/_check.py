@@ -308,13 +308,15 @@ def cu_seqlens(value: Any, n: int) -> Array:
     return cuts
 
 
-def output(out: Any, expected: Shape, of: Any, inputs: dict[str, Array | None]) -> bool:
+def output(out: Any, expected: Shape, of: Any, inputs: dict[str, Array | None]) -> Array | None:
     """An array to write into: this shape and dtype, sharing no memory with an input.
 
-    Returns whether even its bounds are apart from those of the inputs.
+    Returns the array that a backend may write into itself, as even its bounds are apart from those
+    of the inputs, or None. Of a memory map it is the plain array over the same memory.
     """
-    if type(out) is not np.ndarray:
-        raise TypeError(f"out: expected a numpy array, got {_what(out)}")
+    if type(out) not in (np.ndarray, np.memmap):
+        remedy = "; pass out.view(numpy.ndarray)" if isinstance(out, np.ndarray) else ""
+        raise TypeError(f"out: expected a numpy array, got {_what(out)}{remedy}")
     if out.shape != expected:
         raise ValueError(
             f"out: expected shape {expected}, got {out.shape}; use numpy.empty({expected}, "
@@ -338,7 +340,9 @@ def output(out: Any, expected: Shape, of: Any, inputs: dict[str, Array | None]) 
                     f"out: expected memory of its own, got memory shared with {name}; results "
                     f"would be read back as input: pass out=None or a copy of {name}"
                 )
-    return apart
+    if not apart:
+        return None
+    return out if type(out) is np.ndarray else out.view(np.ndarray)
 
 
 def _overlap(a: Array, b: Array) -> bool:

@@ -266,7 +266,7 @@ def _attention(
         state=shape,
     )
     kind = call.dtype
-    direct = False  # whether a backend may write into out itself
+    direct = None  # what of out a backend may write into itself
     if out is not None:
         used = {"q": q, "k": k, "v": v, "key_mask": call.key_mask}
         if state is not None:
@@ -289,11 +289,11 @@ def _attention(
     native.know(q.dtype)
     result = backends.attend(
         q, k, v, found.kernel, number, causal, call.key_mask, call.cu_seqlens, enable_gqa,
-        normalize, sums, return_state, order, out if direct and q.dtype == kind else None,
+        normalize, sums, return_state, order, direct if q.dtype == kind else None,
     )  # fmt: skip
     answer = result[0] if return_state else result
     if out is not None:
-        if answer is not out:
+        if answer is not direct:
             with np.errstate(all="ignore"):
                 out[...] = answer
         answer = out
@@ -360,9 +360,10 @@ def softmax_attention(
         used = {"q": q, "k": k, "v": v, "key_mask": call.key_mask}
         _check.output(out, call.shape, kind, used)
     result: Any = np.empty(call.shape, dtype=kind) if out is None else out
+    plain = result.view(np.ndarray)  # of a memory map
     if scale_ is None:
         scale_ = call.q.shape[-1] ** -0.5
     backends.array.softmax(
-        call.q, call.k, call.v, scale_, causal, call.key_mask, call.groups, result
+        call.q, call.k, call.v, scale_, causal, call.key_mask, call.groups, plain
     )
     return result  # type: ignore[no-any-return]

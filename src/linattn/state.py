@@ -286,7 +286,7 @@ class State:
         direct = None
         if out is not None:
             used = {"q": q, "k": k, "v": v, "the state": self.kv, "the state's k_sum": self.k_sum}
-            direct = out if _check.output(out, shape, kind, used) else None
+            direct = _check.output(out, shape, kind, used)
         q, k, v = (_check.converted(x, kind) for x in (q, k, v))
         k, v = _mapped(self.feature_map, "k", k, v, D=self.D)
         q, v = _mapped(self.feature_map, "q", q, v, D=self.D)
@@ -297,7 +297,7 @@ class State:
             self._kernel, eps, enable_gqa, normalize, direct if q.dtype == kind else None,
         )  # fmt: skip
         self.dtype = _check.promoted(self.dtype, dtype)
-        return _finished(result, kind, out)
+        return _finished(result, kind, out, direct)
 
     def reset(self, index: Any = ...) -> State:
         """Forget everything, in place, in the batch elements of an index; returns self.
@@ -355,14 +355,14 @@ class State:
         direct = None
         if out is not None:
             used = {"q": q, "the state": self.kv, "the state's k_sum": self.k_sum}
-            direct = out if _check.output(out, shape, kind, used) else None
+            direct = _check.output(out, shape, kind, used)
         q, _ = _mapped(self.feature_map, "q", q, None, D=self.D)
         native.know(q.dtype)
         result = backends.query(
             self.kv, self.k_sum, self.log_scale, q,
             self._kernel, eps, enable_gqa, normalize, direct if q.dtype == kind else None,
         )  # fmt: skip
-        return _finished(result, kind, out)
+        return _finished(result, kind, out, direct)
 
     def query_parts(self, q: Array, enable_gqa: bool = False) -> tuple[Array, Array]:
         """Numerator phi(q) S (..., n_q, d_v) and denominator phi(q) Z (..., n_q, 1), without eps.
@@ -577,11 +577,11 @@ def _alike(*arrays: Array) -> tuple[Array, ...]:
     return tuple(_check.converted(x, kind) for x in arrays)
 
 
-def _finished(result: Array, kind: Any, out: Array | None) -> Array:
-    """The result in the dtype promised, in the array given."""
+def _finished(result: Array, kind: Any, out: Array | None, direct: Array | None) -> Array:
+    """The result in the dtype promised, in the array given; direct: what of it was written into."""
     if out is None:
         return _check.converted(result, kind)
-    if result is not out:
+    if result is not direct:
         with np.errstate(all="ignore"):
             out[...] = result
     return out
