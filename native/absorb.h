@@ -176,7 +176,7 @@ static void absorb_of(const Layer& layer, StateRef state, View k, View v, MaskVi
     if (layer.map == Map::exp) {
       raw_rows(layer, k, r0, rows, phi);
       column_exponents<T>(phi, w.d_row, rows, w.d_pad, some ? kept : nullptr, scale);
-      if (passes_scales(layer, state, scale)) {
+      if (passes_scales(layer, state.log_scale, scale)) {
         pending.flush();
         raise_scales(layer, state, scale);
       }

@@ -52,19 +52,17 @@ static void add_weights(const T* weights, int64_t rows, T* dots) {
 }
 
 // Rows of this chunk before the first key that passes a scale by more than the headroom: the chunk ends there, so
-// that the scale it raises touches no earlier row. x: raw keys.
-template <class T>
-static int64_t rows_within_headroom(const Layer& layer, StateRef state, const T* x, const uint8_t* kept, int64_t rows,
-                                    T* top, PendingSums<T>& pending) {
+// that the scale it raises touches no earlier row. x: raw keys. If it is the first row, raise(top) is called.
+template <class T, class Raise>
+static int64_t rows_within_headroom(const Layer& layer, const int32_t* log_scale, const T* x, const uint8_t* kept,
+                                    int64_t rows, T* top, Raise&& raise) {
   const Widths<T> w(layer);
   for (int64_t r = 0; r < rows; ++r) {
     if (kept && !kept[r]) continue;
     column_exponents<T>(x + r * w.d_row, w.d_pad, 1, w.d_pad, nullptr, top);
-    if (!passes_scales(layer, state, top)) continue;
+    if (!passes_scales(layer, log_scale, top)) continue;
     if (r > 0) return r;
-    pending.flush();
-    raise_scales(layer, state, top);
-    pending.prepare();
+    raise(top);
   }
   return rows;
 }
@@ -93,7 +91,11 @@ static bool causal_of(const Layer& layer, StateRef state, const Heads& heads, in
     const bool some = heads.mask.data && read_mask(heads.mask, r0, rows, kept) < rows;
     if (layer.map == Map::exp) {
       raw_rows(layer, heads.k, r0, rows, phi_k);
-      rows = rows_within_headroom<T>(layer, state, phi_k, some ? kept : nullptr, rows, top, pending);
+      rows = rows_within_headroom<T>(layer, state.log_scale, phi_k, some ? kept : nullptr, rows, top, [&](const T* to) {
+        pending.flush();
+        raise_scales(layer, state, to);
+        pending.prepare();
+      });
       exp_keys(layer, ready.scale, phi_k, rows);
     } else {
       map_block(layer, heads.k, r0, rows, phi_k);

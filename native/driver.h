@@ -15,6 +15,7 @@ struct Axis {
   int64_t size;
   bool keys;
   int64_t q, k, v, mask, out, state;
+  int64_t grad_out, dq, dk, dv;  // of gradients alone
 };
 
 enum class Form : uint8_t { parallel, causal, quadratic, absorb, query, step };
@@ -41,5 +42,20 @@ bool prefers_quadratic(int64_t n_q, int64_t n_k, int64_t features, int64_t d_v, 
 
 // Runs the problem, on up to thread_count() threads. False: there was not enough memory.
 bool solve(const Problem& problem, const Kernels& kernels, int threads);
+
+// The gradient of a parallel or causal problem, whose `out` is the result. k, v, the states and their gradients have
+// all key axes; the gradients of states are contiguous over (sequences, key axes), like `after`.
+struct GradientProblem {
+  Problem problem;
+  View grad_out{};
+  OutView dq{}, dk{}, dv{};
+  // Of the sums kv and k_sum as they are kept: with respect to the state after, given (kv == nullptr: none), and to
+  // the state before (kv == nullptr: not wanted). Their log_scale is unused; the one of exponential maps is that of
+  // problem.after, which is needed with the first.
+  StateRef grad_after{}, grad_before{};
+};
+
+// As solve. problem.after, if given, is the state after all keys and only read.
+bool solve_gradient(const GradientProblem& problem, const Kernels& kernels, int threads);
 
 }  // namespace linattn

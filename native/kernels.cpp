@@ -6,6 +6,8 @@
 
 #include "absorb.h"
 #include "causal.h"
+#include "causal_gradient.h"
+#include "gradient.h"
 #include "quadratic.h"
 #include "query.h"
 #include "step.h"
@@ -71,8 +73,59 @@ static void step(const Layer& layer, StateRef state, const Heads& heads, void* s
   in_precision(layer, [&](auto t) { step_of<decltype(t)>(layer, state, heads, scratch); });
 }
 
+static int64_t gradient_bytes(const Layer& layer) {
+  return in_precision(layer, [&](auto t) { return gradient_bytes_of<decltype(t)>(layer); });
+}
+static int64_t turned_bytes(const Layer& layer) {
+  return in_precision(layer, [&](auto t) { return turned_bytes_of<decltype(t)>(layer); });
+}
+static void prepare_keys(const Layer& layer, StateRef state, void* prepared) {
+  in_precision(layer, [&](auto t) { prepare_keys_of<decltype(t)>(layer, state, prepared); });
+}
+static void prepare_queries(const Layer& layer, TurnedRef state, void* prepared) {
+  in_precision(layer, [&](auto t) { prepare_queries_of<decltype(t)>(layer, state, prepared); });
+}
+static bool query_gradient(const Layer& layer, const void* prepared, const GradientHeads& heads, int64_t group,
+                           int64_t begin, int64_t end, TurnedRef into, void* scratch) {
+  return in_precision(layer, [&](auto t) {
+    return query_gradient_of<decltype(t)>(layer, prepared, heads, group, begin, end, into, scratch);
+  });
+}
+static bool key_gradient(const Layer& layer, const void* prepared, const GradientHeads& heads, int64_t begin,
+                         int64_t end, void* scratch) {
+  return in_precision(
+      layer, [&](auto t) { return key_gradient_of<decltype(t)>(layer, prepared, heads, begin, end, scratch); });
+}
+static bool causal_query_gradient(const Layer& layer, StateRef before, const GradientHeads& heads, int64_t begin,
+                                  int64_t end, TurnedRef into, void* scratch) {
+  return in_precision(layer, [&](auto t) {
+    return causal_query_gradient_of<decltype(t)>(layer, before, heads, begin, end, into, scratch);
+  });
+}
+static bool causal_key_gradient(const Layer& layer, TurnedRef state, const GradientHeads& heads, int64_t begin,
+                                int64_t end, void* scratch) {
+  return in_precision(
+      layer, [&](auto t) { return causal_key_gradient_of<decltype(t)>(layer, state, heads, begin, end, scratch); });
+}
+
 extern const Kernels kTable = {
-    LINATTN_STRING(LINATTN_ISA_NS), scratch_bytes, absorb, prepared_bytes, prepare, query, causal, quadratic, step,
+    LINATTN_STRING(LINATTN_ISA_NS),
+    scratch_bytes,
+    absorb,
+    prepared_bytes,
+    prepare,
+    query,
+    causal,
+    quadratic,
+    step,
+    gradient_bytes,
+    turned_bytes,
+    prepare_keys,
+    prepare_queries,
+    query_gradient,
+    key_gradient,
+    causal_query_gradient,
+    causal_key_gradient,
 };
 
 }  // namespace LINATTN_ISA_NS

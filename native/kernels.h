@@ -61,6 +61,28 @@ struct Heads {
   bool state_unused = false;  // causal: nobody wants the state after the last row
 };
 
+// A state as gradients walk it: sums: (d_v + 1, D) double, contiguous; row c is column c of kv, the last row is k_sum.
+// It holds sums over keys, S and Z, or those over queries, dS and dZ (see gradient.h).
+struct TurnedRef {
+  double* sums;
+  int32_t* log_scale;  // as in StateRef
+};
+
+// One gradient of n_k keys and n_q queries each for `groups` query heads that share them. out and grad_out: what the
+// forward pass gave, and the gradient with respect to it.
+struct GradientHeads {
+  const View *q, *out, *grad_out;  // one a group
+  const OutView* dq;               // one a group
+  int64_t groups;
+  View k, v;
+  OutView dk, dv;
+  MaskView mask;
+  // Causal: two numbers a row and group, in the working precision: its weight and its power of two (see RowWeights).
+  // Row r of group g is at row_weights[g * group_stride + r * row_stride].
+  void* row_weights;
+  int64_t group_stride, row_stride;  // in pairs
+};
+
 struct Kernels {
   const char* name;
   // Bytes of scratch memory that any function below needs for this layer, 64-byte aligned.
@@ -82,6 +104,31 @@ struct Kernels {
                     int64_t end, void* scratch);
   // One position: absorb one key and value, then query `groups` rows.
   void (*step)(const Layer&, StateRef, const Heads&, void* scratch);
+
+  // ---- gradients ----
+  //
+  // With layer.repair they run in double whatever the dtype. Those that write rows return whether something left the
+  // range of the working precision; then all of the call is to be made again with repair.
+
+  int64_t (*gradient_bytes)(const Layer&);  // scratch memory of any function below
+  int64_t (*turned_bytes)(const Layer&);    // of a prepared turned state
+  // The state of all keys, as query_gradient reads it, and the sums over all queries, as key_gradient does.
+  void (*prepare_keys)(const Layer&, StateRef, void* prepared);
+  void (*prepare_queries)(const Layer&, TurnedRef, void* prepared);
+  // dq of rows [begin, end) of one group, and `into` += the sums over these queries.
+  bool (*query_gradient)(const Layer&, const void* prepared, const GradientHeads&, int64_t group, int64_t begin,
+                         int64_t end, TurnedRef into, void* scratch);
+  // dk and dv of rows [begin, end).
+  bool (*key_gradient)(const Layer&, const void* prepared, const GradientHeads&, int64_t begin, int64_t end,
+                       void* scratch);
+  // Causal, first pass, forwards: dq and the row weights of rows [begin, end) after the keys in `before`; `into`, if
+  // it has sums, += the sums over these queries.
+  bool (*causal_query_gradient)(const Layer&, StateRef before, const GradientHeads&, int64_t begin, int64_t end,
+                                TurnedRef into, void* scratch);
+  // Second pass, backwards: all views are reversed (row 0 is the last). dk and dv of rows [begin, end); `state` holds
+  // the sums over the queries of rows < begin, afterwards those of rows < end.
+  bool (*causal_key_gradient)(const Layer&, TurnedRef state, const GradientHeads&, int64_t begin, int64_t end,
+                              void* scratch);
 };
 
 // Compiled once an instruction set; a set that the compiler did not build has no symbol and is not listed.

@@ -18,6 +18,7 @@ constexpr int kTileRows = kVectorRegisters >= 32 ? (NV >= 4   ? 6
                                                     : NV == 2 ? 6
                                                               : 8);
 constexpr int kWidestRows = kTileRows<kTileVectors>;  // rows of the widest tile
+constexpr int kWidestTile = 16;                       // no tile has more rows
 
 // Hides from the compiler that a value does not change, so that it computes addresses from it in the loop.
 #if defined(__GNUC__) || defined(__clang__)

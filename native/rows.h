@@ -63,22 +63,22 @@ static void raise_scale(const Layer& layer, StateRef state, int64_t d, int32_t t
 // Whether `top` (exponent of a key, kEmpty for none) passes the scale of feature d by more than the headroom. Infinite
 // keys pass nothing: exp_shifted gives NaN for them.
 template <class T>
-static inline bool passes_scale(StateRef state, int64_t d, T top) {
+static inline bool passes_scale(int32_t log_scale, T top) {
   if (!(top > T(kEmpty)) || top > 2 * kExpLimit<T>) return false;
-  return state.log_scale[d] == kEmpty || top > T(state.log_scale[d] + kHeadroom);
+  return log_scale == kEmpty || top > T(log_scale + kHeadroom);
 }
 
 template <class T>
-static bool passes_scales(const Layer& layer, StateRef state, const T* top) {
+static bool passes_scales(const Layer& layer, const int32_t* log_scale, const T* top) {
   bool any = false;
-  for (int64_t d = 0; d < layer.features; ++d) any |= passes_scale(state, d, top[d]);
+  for (int64_t d = 0; d < layer.features; ++d) any |= passes_scale(log_scale[d], top[d]);
   return any;
 }
 
 template <class T>
 static void raise_scales(const Layer& layer, StateRef state, const T* top) {
   for (int64_t d = 0; d < layer.features; ++d)
-    if (passes_scale(state, d, top[d])) raise_scale(layer, state, d, static_cast<int32_t>(top[d]));
+    if (passes_scale(state.log_scale[d], top[d])) raise_scale(layer, state, d, static_cast<int32_t>(top[d]));
 }
 
 // exp of raw keys x: (rows, d_pad), in place, with the state's scales; padding columns become 0.

@@ -38,8 +38,6 @@ void wait_briefly(Condition&& done) {
   while (!done()) std::this_thread::yield();
 }
 
-constexpr int kMaxStages = 4;
-
 struct Job {
   Stage stages[kMaxStages];
   int count = 0;
@@ -199,6 +197,8 @@ int thread_count() {
   static const int fallback = default_threads();
   return fallback;
 }
+
+bool threads_chosen() { return chosen_threads.load(std::memory_order_relaxed) > 0; }
 
 void set_thread_count(int threads) { chosen_threads.store(threads > 0 ? threads : 0, std::memory_order_relaxed); }
 

@@ -7,6 +7,7 @@ namespace linattn {
 
 // How many threads a call uses at most: what was set, else OMP_NUM_THREADS, else the process's CPU affinity.
 int thread_count();
+bool threads_chosen();               // whether set_thread_count was called
 void set_thread_count(int threads);  // 0: back to the default
 
 // One stage of a job: run(context, piece) for every piece in [0, pieces), in any order, on any thread. The pieces of a
@@ -15,6 +16,8 @@ struct Stage {
   int64_t pieces;
   void (*run)(void* context, int64_t piece);
 };
+
+constexpr int kMaxStages = 5;  // of one job
 
 // Runs the stages on the calling thread and up to threads - 1 workers and returns when all is done. Safe to call from
 // many threads at once, and in a child after fork(). The pieces must not throw.

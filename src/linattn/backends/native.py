@@ -20,15 +20,17 @@ __all__ = [
     "VERBS",
     "absorb",
     "attend",
+    "attend_backward",
     "extension",
     "know",
     "query",
     "reason",
+    "register_torch",
     "step",
     "use",
 ]
 
-VERBS = ("attend", "absorb", "query", "step")
+VERBS = ("attend", "absorb", "query", "step", "attend_backward")
 REMEDY = (
     "install a C++17 compiler and run `pip install --force-reinstall --no-binary linattn linattn`, "
     "or install a wheel built for this platform"
@@ -60,6 +62,7 @@ attend: Any = _missing
 absorb: Any = _missing
 query: Any = _missing
 step: Any = _missing
+attend_backward: Any = _missing
 
 
 def use(what: str) -> None:
@@ -78,6 +81,16 @@ def know(dtype: Any) -> None:
     if dtype.name == "bfloat16":
         extension.register_bfloat16(dtype.num)
         _known.add(dtype.num)
+
+
+def register_torch(torch: ModuleType) -> None:
+    """Let the verbs take tensors on a CPU like arrays.
+
+    The extension sees neither gradients nor wrappers: who passes a tensor has made sure that it is
+    exactly a `torch.Tensor`, strided, needs no gradient and is not being traced.
+    """
+    if extension is not None:
+        extension.register_torch(torch)
 
 
 def _load() -> None:
