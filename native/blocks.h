@@ -166,6 +166,24 @@ struct Ahead {
   }
 };
 
+// The same for as many operands as a gradient has, in turn.
+struct AheadAll {
+  Ahead list[8];
+  int count = 0, next = 0;
+
+  // Rows [begin, end) of a view.
+  template <class V>
+  void add(DType dtype, const V& view, int64_t cols, int64_t begin, int64_t end) {
+    if (count < 8) list[count++] = Ahead(dtype, view.data, view.row, view.col, cols, begin, end);
+  }
+  void touch(int64_t rows) {
+    for (; rows > 0 && count > 0; --rows) {
+      list[next].touch(1);
+      next = next + 1 < count ? next + 1 : 0;
+    }
+  }
+};
+
 // Whether no element of x: (rows, cols) is infinite or NaN. Sums of them show it; a sum may overflow by itself only
 // where elements are huge, so only then each is looked at.
 template <class T>

@@ -20,12 +20,13 @@ namespace LINATTN_ISA_NS {
 template <class T>
 static void chunk_products(const Widths<T>& w, int64_t rows, const T* queries, const T* keys_t, int64_t depth,
                            const T* state, int64_t state_row, const T* values, int64_t values_row, int64_t padded,
-                           T* weights, const T* ones, T* out, int64_t out_row) {
+                           T* weights, const T* ones, T* out, int64_t out_row, AheadAll& ahead) {
   causal_weights(queries, w, keys_t, rows, weights);
   for_strips<T, kTileVectors>(padded, [&](auto vectors, int64_t c) {
     constexpr int NV = decltype(vectors)::value;
     for (int64_t r = 0; r < rows; r += kTileRows<NV>)
       with_rows<kTileRows<NV>>(rows - r, [&](auto tile_rows) {
+        ahead.touch(4);
         causal_tile<T, decltype(tile_rows)::value, NV>(depth, queries + r * w.d_row, w.d_row, state + c, state_row, r,
                                                        weights + r * kChunkRow<T>, kChunkRow<T>, values + c, values_row,
                                                        ones, out + r * out_row + c, out_row);
@@ -56,6 +57,15 @@ static void row_dots(const Widths<T>& w, const T* a, const T* b, int64_t rows, T
     for (int64_t d = 0; d < w.d_pad; d += kLanes<T>) dot += load(a + r * w.d_row + d) * load(b + r * w.d_row + d);
     store(dots + r * kLanes<T>, dot);
   }
+}
+
+// With groups there are more operands than it pays to ask for.
+template <class T>
+static void add_queries_ahead(const Layer& layer, const Widths<T>& w, const GradientHeads& heads, int64_t begin,
+                              int64_t end, AheadAll& ahead) {
+  ahead.add(layer.dtype, heads.q[0], w.d, begin, end);
+  ahead.add(layer.dtype, heads.grad_out[0], w.v, begin, end);
+  ahead.add(layer.dtype, heads.out[0], w.v, begin, end);
 }
 
 template <class T>
@@ -115,6 +125,14 @@ static bool causal_query_gradient_of(const Layer& given, StateRef before, const 
     transpose_block(values, t, rows, values_t);
     running_totals(w, turned + w.v_pad * t.v_row, phi_k, rows, totals);
 
+    const int64_t next = r0 + rows, last = min_of(next + kChunk, end);
+    AheadAll ahead;
+    ahead.add(layer.dtype, heads.k, w.d, next, last);
+    ahead.add(layer.dtype, heads.v, w.v, next, last);
+    if (heads.groups == 1) {
+      add_queries_ahead(layer, w, heads, next, last, ahead);
+      ahead.add(layer.dtype, heads.dq[0], w.d, next, last);
+    }
     for (int64_t g = 0; g < heads.groups; ++g) {
       const RowWeights<T> pairs{static_cast<T*>(heads.row_weights) + 2 * g * heads.group_stride, heads.row_stride};
       map_queries(layer, rows_state, heads.q[g], r0, rows, phi_q, scales.power, scales.dots);
@@ -123,12 +141,12 @@ static bool causal_query_gradient_of(const Layer& given, StateRef before, const 
       lost |= weigh_rows(layer, scales, phi_q, pairs, r0, rows);
       load_gradients(layer, heads.grad_out[g], heads.out[g], r0, rows, pairs, r0, left, row);
       chunk_products<T>(t, rows, left, values_t, t.d, turned, t.v_row, phi_k, w.d_row, w.d_pad, weights, ones, dphi,
-                        w.d_row);
+                        w.d_row, ahead);
       lost |= !finish_features(layer, heads.q[g], r0, rows, phi_q, dphi, x, heads.dq[g],
                                [&](int64_t r) { return pairs.weight(r0 + r) != 0; });
-      if (into.sums) add_queries(layer, into, queries, heads.q[g], r0, rows, pairs, r0, left, phi_q, x, top);
+      if (into.sums) add_queries(layer, into, queries, heads.q[g], r0, rows, pairs, r0, left, phi_q, x, top, ahead);
     }
-    running.add(values, phi_k, rows);
+    running.add(values, phi_k, rows, ahead);
   }
   if (into.sums) queries.finish();
   return sizeof(T) == 4 && (lost || running.lost() || queries.lost());
@@ -195,6 +213,13 @@ static bool causal_key_gradient_of(const Layer& given, TurnedRef state, const Gr
     if (some) clear_masked(kept, phi_k, w.d_row, rows);
     load_values(layer, heads.v, r0, rows, some ? kept : nullptr, values);
     turn_back(layer, turned, plain);
+    const int64_t next = r0 + rows, last = min_of(next + kChunk, end);
+    AheadAll ahead;
+    ahead.add(layer.dtype, heads.k, w.d, next, last);
+    ahead.add(layer.dtype, heads.v, w.v, next, last);
+    ahead.add(layer.dtype, heads.dk, w.d, next, last);
+    ahead.add(layer.dtype, heads.dv, w.v, next, last);
+    if (heads.groups == 1) add_queries_ahead(layer, w, heads, next, last, ahead);
 
     for (int64_t g = 0; g < heads.groups; ++g) {
       const RowWeights<T> pairs{static_cast<T*>(heads.row_weights) + 2 * g * heads.group_stride, heads.row_stride};
@@ -211,12 +236,12 @@ static bool causal_key_gradient_of(const Layer& given, TurnedRef state, const Gr
       transpose_block(phi_q, w, rows, phi_t);
       // The state serves the keys once, not once a group of queries.
       chunk_products<T>(t, rows, values, left_t, g == 0 ? t.d : 0, turned, t.v_row, phi_q, w.d_row, w.d_pad, weights,
-                        ones, g == 0 ? dphi : more, w.d_row);
+                        ones, g == 0 ? dphi : more, w.d_row, ahead);
       if (g > 0) add_block(dphi, more, w.d_row, rows);
       chunk_products<T>(w, rows, phi_k, phi_t, g == 0 ? w.d : 0, plain, w.v_row, left, t.d_row, w.v_pad, weights, ones,
-                        g == 0 ? dv : more, w.v_row);
+                        g == 0 ? dv : more, w.v_row, ahead);
       if (g > 0) add_block(dv, more, w.v_row, rows);
-      running.add(left, phi_q, rows);
+      running.add(left, phi_q, rows, ahead);
     }
     lost |= !finish_features(layer, heads.k, r0, rows, phi_k, dphi, x, heads.dk, taken);
     lost |= !finish_values(layer, r0, rows, dv, heads.dv, taken);

@@ -50,11 +50,12 @@ static int64_t row_state_bytes(const Layer& layer) {
 // out: (rows, padded) = a: (rows, depth) b: (depth, padded)
 template <class T>
 static void multiply_rows(int64_t rows, int64_t depth, const T* a, int64_t a_row, const T* b, int64_t b_row,
-                          int64_t padded, T* out, int64_t out_row) {
+                          int64_t padded, T* out, int64_t out_row, AheadAll& ahead) {
   for_strips<T, kTileVectors>(padded, [&](auto vectors, int64_t c) {
     constexpr int NV = decltype(vectors)::value;
     for (int64_t r = 0; r < rows; r += kTileRows<NV>)
       with_rows<kTileRows<NV>>(rows - r, [&](auto tile_rows) {
+        ahead.touch(4);
         product_tile<T, decltype(tile_rows)::value, NV>(depth, a + r * a_row, a_row, b + c, b_row,
                                                         static_cast<const T*>(nullptr), out + r * out_row + c, out_row);
       });
@@ -236,7 +237,8 @@ static void prepare_queries_of(const Layer& layer, TurnedRef state, void* memory
 // units of these sums.
 template <class T>
 static void add_queries(const Layer& layer, TurnedRef into, TurnedSums<T>& sums, View q, int64_t begin, int64_t rows,
-                        const RowWeights<T>& weights, int64_t first, const T* left, T* phi_q, T* x, T* top) {
+                        const RowWeights<T>& weights, int64_t first, const T* left, T* phi_q, T* x, T* top,
+                        AheadAll& ahead) {
   const Widths<T> w(layer);
   T* right = phi_q;
   if (layer.map == Map::exp) {
@@ -249,7 +251,7 @@ static void add_queries(const Layer& layer, TurnedRef into, TurnedSums<T>& sums,
   }
   for (int64_t r = 0; r < rows; ++r)
     if (weights.weight(first + r) == 0) clear_row(right + r * w.d_row, w.d_pad);  // NaN times 0 is not 0
-  sums.add(left, right, rows);
+  sums.add(left, right, rows, ahead);
 }
 
 template <class T>
@@ -277,10 +279,16 @@ static bool query_gradient_of(const Layer& given, const void* prepared, const Gr
     scales.close(layer, rows);
     lost |= weigh_rows(layer, scales, phi, weights, 0, rows);
     load_gradients(layer, heads.grad_out[group], heads.out[group], r0, rows, weights, 0, left, row);
-    multiply_rows(rows, t.d, left, t.d_row, ready.turned, t.v_row, w.d_pad, dphi, w.d_row);
+    AheadAll ahead;
+    const int64_t next = r0 + rows, last = min_of(next + most, end);
+    ahead.add(layer.dtype, q, w.d, next, last);
+    ahead.add(layer.dtype, heads.grad_out[group], w.v, next, last);
+    ahead.add(layer.dtype, heads.out[group], w.v, next, last);
+    ahead.add(layer.dtype, heads.dq[group], w.d, next, last);
+    multiply_rows(rows, t.d, left, t.d_row, ready.turned, t.v_row, w.d_pad, dphi, w.d_row, ahead);
     lost |= !finish_features(layer, q, r0, rows, phi, dphi, x, heads.dq[group],
                              [&](int64_t r) { return weights.weight(r) != 0; });
-    add_queries(layer, into, sums, q, r0, rows, weights, 0, left, phi, x, top);
+    add_queries(layer, into, sums, q, r0, rows, weights, 0, left, phi, x, top, ahead);
   }
   sums.finish();
   return sizeof(T) == 4 && (lost || sums.lost());
@@ -313,8 +321,14 @@ static bool key_gradient_of(const Layer& given, const void* prepared, const Grad
     }
     if (some) clear_masked(kept, phi, w.d_row, rows);
     load_values(layer, heads.v, r0, rows, some ? kept : nullptr, left);
-    multiply_rows(rows, t.d, left, t.d_row, ready.turned, t.v_row, w.d_pad, dphi, w.d_row);
-    multiply_rows(rows, w.d, phi, w.d_row, ready.plain, w.v_row, w.v_pad, dv, w.v_row);
+    AheadAll ahead;
+    const int64_t next = r0 + rows, last = min_of(next + most, end);
+    ahead.add(layer.dtype, heads.k, w.d, next, last);
+    ahead.add(layer.dtype, heads.v, w.v, next, last);
+    ahead.add(layer.dtype, heads.dk, w.d, next, last);
+    ahead.add(layer.dtype, heads.dv, w.v, next, last);
+    multiply_rows(rows, t.d, left, t.d_row, ready.turned, t.v_row, w.d_pad, dphi, w.d_row, ahead);
+    multiply_rows(rows, w.d, phi, w.d_row, ready.plain, w.v_row, w.v_pad, dv, w.v_row, ahead);
     lost |= !finish_features(layer, heads.k, r0, rows, phi, dphi, x, heads.dk, taken);
     lost |= !finish_values(layer, r0, rows, dv, heads.dv, taken);
   }

@@ -66,11 +66,12 @@ class TurnedSums {
     return t.d * t.v_row;
   }
 
-  void add(const T* left, const T* right, int64_t rows) {
+  void add(const T* left, const T* right, int64_t rows, AheadAll& ahead) {
     for_strips<T, kTileVectors>(t_.v_pad, [&](auto vectors, int64_t c) {
       constexpr int NV = decltype(vectors)::value;
       for (int64_t r = 0; r < t_.d; r += kTileRows<NV>)
         with_rows<kTileRows<NV>>(t_.d - r, [&](auto tile_rows) {
+          ahead.touch(2);
           const int64_t at = r * t_.v_row + c;
           add_outer_tile<T, decltype(tile_rows)::value, NV>(rows, left + r, t_.d_row, right + c, t_.v_row,
                                                             pending_ + at, ready_ ? ready_ + at : nullptr, t_.v_row);
