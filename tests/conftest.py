@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,11 @@ import pytest
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `import cases`
+
+# Where torch is missing, the folder tests/torch must not pass for it.
+_torch = importlib.util.find_spec("torch")
+if _torch is not None and _torch.origin is None:
+    sys.modules["torch"] = None  # type: ignore[assignment]  # now an import of it fails
 
 import cases
 
