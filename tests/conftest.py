@@ -21,7 +21,7 @@ _torch = importlib.util.find_spec("torch")
 if _torch is not None and _torch.origin is None:
     sys.modules["torch"] = None  # type: ignore[assignment]  # now an import of it fails
 
-import cases
+import cases  # noqa: E402
 
 
 @pytest.fixture(params=cases.BACKENDS)
