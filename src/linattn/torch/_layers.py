@@ -341,7 +341,7 @@ class LinearAttention(nn.Module):
         batch = () if batch_size is None else (batch_size,)
         with torch.no_grad():
             like = self.out_proj.weight
-            if self.bias_k is not None:
+            if self.bias_k is not None and self.bias_v is not None:
                 k, v = (self._split(x[0]) for x in (self.bias_k, self.bias_v))
                 k, v = (x.expand(*batch, *x.shape) for x in (k, v))
             else:
@@ -425,9 +425,9 @@ class LinearAttention(nn.Module):
 
     def _before(self) -> State | None:
         """The state of the learned key and value, with their gradients; (1, heads) or (heads,)."""
-        if self.bias_k is None:
+        if self.bias_k is None or self.bias_v is None:
             return None
-        k, v = self._split(self.bias_k[0]), self._split(cast(Tensor, self.bias_v)[0])
+        k, v = self._split(self.bias_k[0]), self._split(self.bias_v[0])
         return linear_attention(k, k, v, self._phi, self.eps, return_state=True)[1]
 
     def _attend(

@@ -109,8 +109,8 @@ def _successor(
     # Not made by the constructor: what an nn.Module is, parameters, hooks by their handles, flags
     # and attributes that someone set, is in its __dict__.
     new = LinearAttention.__new__(LinearAttention)
-    vars(new).update(vars(old))
-    vars(new).pop("_qkv_same_embed_dim", None)  # the class has its own
+    new.__dict__.update(old.__dict__)
+    new.__dict__.pop("_qkv_same_embed_dim", None)  # the class has its own
     new._modules = dict(old._modules)  # a feature map joins them, and not those of `old`
     new._take(feature_map, causal, old.num_heads, eps)
     return new
