@@ -470,20 +470,21 @@ def test_continuation_not_causal(backend: str, name: str) -> None:
 def test_continuation_in_pieces(backend: str, name: str, causal: bool) -> None:
     """Long parts, which threads share, with a state before and after."""
     n, at = 2053, 1019
-    q, k, v = inputs(11, (2,), n, 13, 7, np.float32)
+    q, k, v = inputs(11, (), n, 37, 41, np.float32)
     rows, state = [], None
-    for part in (slice(0, at), slice(at, n)):
-        out, state = linear_attention(
-            q[:, part], k[:, part], v[:, part], MAPS[name],
-            causal=causal, state=state, return_state=True,
-        )  # fmt: skip
-        rows.append(out)
+    with threads_of(3):  # more than there are sequences, or the causal form cuts none
+        for part in (slice(0, at), slice(at, n)):
+            out, state = linear_attention(
+                q[part], k[part], v[part], MAPS[name],
+                causal=causal, state=state, return_state=True,
+            )  # fmt: skip
+            rows.append(out)
     sums_are_equal(state, State.of(k, v, MAPS[name]), k, v, name)
     expected, bound = definition(q, k, v, MAPS[name], causal=causal)
     if causal:
         close(np.concatenate(rows, axis=-2), expected, bound)
     else:
-        close(rows[1], expected[:, at:], bound[:, at:])
+        close(rows[1], expected[at:], bound[at:])
 
 
 @pytest.mark.parametrize("name", ["elu1", "exp", "mirror"])
@@ -1053,6 +1054,32 @@ def test_length(backend: str, dtype: str, name: str) -> None:
             parts = grown.query_parts(q)
             close(parts[0] / np.float32(1009), *above, C_EQUAL, what=n)
             close(parts[1] / np.float32(1009), *below, C_EQUAL, what=n)
+
+
+@pytest.mark.parametrize("name", ["elu1", "relu", "exp", "sigmoid"])
+def test_length_in_float64(name: str) -> None:
+    """Nothing wider stands behind these sums: the array backend carries what roundings lose."""
+    c = 4.0  # roundings of equal terms add up within a block, and there alone
+    q = np.array([[0.3, 1.7], [1.1, -0.2]])
+    key, value = np.array([[0.7, -1.3]]), np.array([[1.3, -0.6, 0.1]])
+    expected, bound = definition(q, key, value, MAPS[name], 0.0)
+    above = definition(q, key, value, MAPS[name], normalize=False)
+    with cases.using("array"):
+        for n in (1009, 10_007, 2**18 + 7):
+            k, v = np.broadcast_to(key, (n, 2)), np.broadcast_to(value, (n, 3))
+            for order in ("linear", "quadratic"):
+                out = linear_attention(q, k, v, MAPS[name], 0.0, order=order)  # type: ignore[arg-type]
+                close(out, expected, bound, c, what=(n, order))
+                out = linear_attention(q, k, v, MAPS[name], order=order, normalize=False)  # type: ignore[arg-type]
+                close(out / n, *above, c, what=(n, order, "numerator"))
+            if n > 20_000:
+                continue
+            every = np.broadcast_to(q[:1], (n, 2))
+            out = linear_attention(every, k, v, MAPS[name], 0.0, causal=True)
+            close(out, *(np.broadcast_to(x[:1], (n, 3)) for x in (expected, bound)), c, what=n)
+            out = linear_attention(every, k, v, MAPS[name], causal=True, normalize=False)
+            close(out / np.arange(1, n + 1)[:, None],
+                  *(np.broadcast_to(x[:1], (n, 3)) for x in above), c, what=n)  # fmt: skip
 
 
 @pytest.mark.slow

@@ -319,19 +319,15 @@ def _absorb(
         target = _take_sums(after, at, len(lead))
         ks, vs = _take(k, at, len(lead), 2), _take(v, at, len(lead), 2)
         ms = None if mask is None else _take_mask(mask, at, len(lead))
-        # Short blocks: the rounding of a sum of equal terms grows with their number.
-        rows = min(256, _rows(target[0].shape[:-2], max(D, d_v)))
+        lost = _nothing_lost(xp, k, sums)
+        rows = min(_block(xp, k, 256), _rows(target[0].shape[:-2], max(D, d_v)))
         for a in range(0, k.shape[-2], rows):
             b = a + rows
             keys, powers, values = _keys(xp, ks, vs, kernel, ms, a, b)
             if powers is not None:
                 sums = _raised(xp, sums, _most(xp, powers))
                 keys = keys * _power(xp, powers - sums[2][..., None, :])
-            sums = (
-                sums[0] + keys.swapaxes(-1, -2) @ values,
-                sums[1] + keys.sum(-2),
-                sums[2],
-            )
+            sums, lost = _plus(xp, sums, lost, keys.swapaxes(-1, -2) @ values, keys.sum(-2))
         _store(target, sums)
 
 
@@ -374,6 +370,7 @@ def _causal(
     n = q.shape[-2]
     for at in _slabs(lead, CHUNK * max(D, d_v, CHUNK)):
         sums = _wide(xp, _take_sums(before, at, len(lead)))
+        lost = _nothing_lost(xp, k, sums)
         qs, ks, vs = (_take(x, at, len(lead), 2) for x in (q, k, v))
         ms = None if mask is None else _take_mask(mask, at, len(lead))
         target = _take(out, at, len(lead), 2)
@@ -392,16 +389,17 @@ def _causal(
                 and xp.isfinite(values.sum())
                 and not (powers is not None and _exceeds(powers, first[2][..., None, :]).any())
             ):
-                result, sums = _chunks(
-                    xp, first, rows, keys, powers, values, kernel, eps, normalize
+                result, sums, lost = _chunks(
+                    xp, first, lost, rows, keys, powers, values, kernel, eps, normalize
                 )
                 target[..., start:stop, :] = result
             else:
                 for a in range(0, stop - start, CHUNK):
                     b = min(a + CHUNK, stop - start)
-                    sums = _one_chunk(
+                    sums, lost = _one_chunk(
                         xp,
                         sums,
+                        lost,
                         rows[..., a:b, :],
                         keys[..., a:b, :],
                         None if powers is None else powers[..., a:b, :],
@@ -418,6 +416,7 @@ def _causal(
 def _chunks(
     xp: Any,
     sums: Sums,
+    lost: Sums | None,
     q: Array,
     keys: Array,
     powers: Array | None,
@@ -425,8 +424,8 @@ def _chunks(
     kernel: str,
     eps: float,
     normalize: bool,
-) -> tuple[Array, Sums]:
-    """The output of some whole chunks without a cut, and the sums after them.
+) -> tuple[Array, Sums, Sums | None]:
+    """The output of some whole chunks without a cut, and the sums after them (see `_plus`).
 
     To the bit what `_one_chunk` gives for each of them in turn: which of the two serves may
     depend on later rows, and must not be seen in earlier ones.
@@ -444,8 +443,9 @@ def _chunks(
     for i in range(added.shape[-3]):
         held.append(kv)
         sum_held.append(k_sum[..., None])
-        kv = kv + added[..., i, :, :]
-        k_sum = k_sum + sum_added[..., i, :]
+        (kv, k_sum, _), lost = _plus(
+            xp, (kv, k_sum, log_scale), lost, added[..., i, :, :], sum_added[..., i, :]
+        )
     row = xp.arange(CHUNK)
     scores = xp.where(row[:, None] >= row, w @ keys.swapaxes(-1, -2), 0.0)
     numerator = w @ xp.stack(held, -3) + scores @ values
@@ -458,7 +458,7 @@ def _chunks(
         eps,
         normalize,
     )
-    return result, (kv, k_sum, log_scale)
+    return result, (kv, k_sum, log_scale), lost
 
 
 def _chunked(x: Array) -> Array:
@@ -469,6 +469,7 @@ def _chunked(x: Array) -> Array:
 def _one_chunk(
     xp: Any,
     sums: Sums,
+    lost: Sums | None,
     q: Array,
     keys: Array,
     powers: Array | None,
@@ -477,8 +478,8 @@ def _one_chunk(
     eps: float,
     normalize: bool,
     out: Array,
-) -> Sums:
-    """Fills out for one chunk, whole or not, that may have cuts; the sums after it.
+) -> tuple[Sums, Sums | None]:
+    """Fills out for one chunk, whole or not, that may have cuts; the sums after it (see `_plus`).
 
     Two things would let later rows of a chunk reach earlier ones: a key so large that its
     feature's scale must rise, and a value that isn't finite (0 * NaN above the diagonal). The
@@ -515,13 +516,9 @@ def _one_chunk(
             normalize,
         )
         out[..., a:b, :] = result[..., a:b, :]
-        sums = (
-            sums[0] + part.swapaxes(-1, -2) @ inside,
-            sums[1] + part.sum(-2),
-            sums[2],
-        )
+        sums, lost = _plus(xp, sums, lost, part.swapaxes(-1, -2) @ inside, part.sum(-2))
         a = b
-    return sums
+    return sums, lost
 
 
 def _next_cut(xp: Any, a: int, size: int, powers: Array | None, sums: Sums, bad: Array) -> int:
@@ -561,7 +558,7 @@ def _quadratic(
     """out = (phi(q) phi(k)^T) v in blocks of queries and keys."""
     D, d_v = k.shape[-1], v.shape[-1]
     lead = out.shape[:-2]
-    side = 128
+    side, wide = 128, _block(xp, k, 128)  # queries and keys of a block
     for at in _slabs(lead, side * max(D, d_v, side)):
         qs, ks, vs = (_take(x, at, len(lead), 2) for x in (q, k, v))
         ms = None if mask is None else _take_mask(mask, at, len(lead))
@@ -569,20 +566,22 @@ def _quadratic(
         log_scale: Array = None
         if kernel == "exp":
             log_scale = xp.full((*ks.shape[:-2], D), EMPTY, dtype=xp.int64)
-            for c in range(0, k.shape[-2], side):
-                powers = _keys(xp, ks, vs, kernel, ms, c, c + side)[1]
+            for c in range(0, k.shape[-2], wide):
+                powers = _keys(xp, ks, vs, kernel, ms, c, c + wide)[1]
                 log_scale = xp.maximum(log_scale, _most(xp, powers))
         for a in range(0, q.shape[-2], side):
             w, power = _queries(xp, qs[..., a : a + side, :], kernel, log_scale)
             num: Array = xp.zeros((*target.shape[:-2], w.shape[-2], d_v), dtype=xp.float64)
             den: Array = xp.zeros((*target.shape[:-2], w.shape[-2], 1), dtype=xp.float64)
-            for c in range(0, k.shape[-2], side):
-                keys, powers, values = _keys(xp, ks, vs, kernel, ms, c, c + side)
+            lost = _nothing_lost(xp, q, (num, den, None))
+            for c in range(0, k.shape[-2], wide):
+                keys, powers, values = _keys(xp, ks, vs, kernel, ms, c, c + wide)
                 if powers is not None:
                     keys = keys * _power(xp, powers - log_scale[..., None, :])
                 scores = w @ keys.swapaxes(-1, -2)
-                num = num + scores @ values
-                den = den + scores.sum(-1)[..., None]
+                (num, den, _), lost = _plus(
+                    xp, (num, den, None), lost, scores @ values, scores.sum(-1)[..., None]
+                )
             target[..., a : a + side, :] = _ratio(xp, num, den, power, eps, normalize)
 
 
@@ -648,6 +647,48 @@ def _ratio(
         den = den + (eps if power is None else _scaled(xp, xp.full_like(den, eps), -power))
     zero = den == 0
     return xp.where(zero, 0.0, num / xp.where(zero, 1.0, den))
+
+
+# Sums of many blocks
+
+
+def _block(xp: Any, x: Array, most: int) -> int:
+    """Keys in a block; where nothing wider stands behind its sums, no more than a causal chunk.
+
+    The rounding of a sum of equal terms grows with their number.
+    """
+    return min(most, CHUNK) if x.dtype == xp.float64 else most
+
+
+def _nothing_lost(xp: Any, x: Array, sums: Sums) -> Sums | None:
+    """What `_plus` begins with: None for inputs whose sums are of a wider dtype than they."""
+    return (0.0, 0.0, sums[2]) if x.dtype == xp.float64 else None
+
+
+def _plus(
+    xp: Any, sums: Sums, lost: Sums | None, kv: Array, k_sum: Array
+) -> tuple[Sums, Sums | None]:
+    """The sums with those of one block more, and what roundings have lost, to be added to the next.
+
+    So that float64 sums of n equal terms are off by a rounding or two and not by n. What was lost
+    may be in older scales of an exponential map: the new ones are a power of two away.
+
+    Source: Kahan 1965, "Further remarks on reducing truncation errors".
+    """
+    if lost is None:
+        return (sums[0] + kv, sums[1] + k_sum, sums[2]), None
+    if lost[2] is not sums[2]:
+        lost = _rescaled(xp, lost, sums[2])
+    kv, kv_lost = _added(xp, sums[0], kv + lost[0])
+    k_sum, k_sum_lost = _added(xp, sums[1], k_sum + lost[1])
+    return (kv, k_sum, sums[2]), (kv_lost, k_sum_lost, sums[2])
+
+
+def _added(xp: Any, total: Array, term: Array) -> tuple[Array, Array]:
+    """total + term, and what its rounding lost; 0 where that is not finite."""
+    after = total + term
+    lost = term - (after - total)
+    return after, xp.where(xp.isfinite(lost), lost, 0.0)
 
 
 # Powers of two
