@@ -11,22 +11,35 @@ import linattn
 from linattn.backends import native
 
 SOURCE = Path(linattn.__file__).parent
-CORE = {"_check", "attention", "backends", "config", "feature_maps", "plan", "reference", "state"}
+CORE = {
+    "_check",
+    "attention",
+    "backends",
+    "config",
+    "feature_maps",
+    "fronts",
+    "plan",
+    "reference",
+    "state",
+}
 
 # Module or package: what of ours it may import. "" is the package itself: the public names.
 ALLOWED = {
     "plan": set(),
     "reference": set(),
-    "feature_maps": set(),
+    "fronts": set(),
+    "feature_maps": {"fronts"},
     "_check": set(),
     "backends": {"backends", "feature_maps"},
-    "state": {"plan", "feature_maps", "_check", "backends"},
-    "attention": {"plan", "feature_maps", "_check", "backends", "state"},
+    "state": {"plan", "feature_maps", "fronts", "_check", "backends"},
+    "attention": {"plan", "feature_maps", "fronts", "_check", "backends", "state"},
     "config": {"", "_check", "backends"},
-    "__init__": CORE - {"_check", "backends", "reference"},
+    "__init__": CORE - {"_check", "backends", "fronts", "reference"},
     "__main__": {"cli"},
 }
 PUBLIC = {"", "feature_maps", "plan", "reference"}  # for front ends and the command line
+# A front end is found by the room `fronts`, words no error itself and calls the core.
+ALLOWED["torch"] = PUBLIC | {"torch", "_check", "backends", "fronts"}
 
 
 def files():
@@ -72,6 +85,45 @@ def test_core_needs_numpy_alone(path):
     found = {n.split(".")[0] for n in imported(path)} - set(sys.stdlib_module_names)
     # ml_dtypes: asked for where a saved state of bfloat16 is loaded, and there alone
     assert found <= {"numpy", "linattn"} | ({"ml_dtypes"} if path.name == "state.py" else set())
+
+
+def test_front_ends_need_their_own_library_alone():
+    for front in ("torch",):
+        for path in (SOURCE / front).rglob("*.py"):
+            found = {n.split(".")[0] for n in imported(path)} - set(sys.stdlib_module_names)
+            assert found <= {front, "numpy", "linattn"}, path.name
+
+
+def test_no_module_of_the_core_names_a_library_with_a_front_end():
+    """The one place that does is a table of names, by which a class is told."""
+    from linattn.fronts import FRONTS
+
+    for path in (p for p in files() if room(p) in CORE | {"__init__"}):
+        roots = {n.split(".")[0] for n in imported(path)}
+        assert not roots & set(FRONTS), path.name
+        assert not any(n in FRONTS.values() for n in imported(path)), path.name
+
+
+def test_a_front_end_is_imported_by_the_first_array_of_its_library():
+    """And by nothing before: not by arrays, lists, or a class that is named like the library's."""
+    run = python(
+        "import sys, types\n"
+        "torch = types.ModuleType('torch')\n"
+        "class Tensor: __module__ = 'torch'\n"
+        "class Mine(Tensor): __module__ = 'mine'\n"
+        "class Torchlike: __module__ = 'torchlike'\n"
+        "import numpy as np\n"
+        "from linattn import fronts, linear_attention\n"
+        "x = np.ones((2, 3))\n"
+        "linear_attention(x, x.tolist(), x)\n"
+        "assert fronts.front(x) is fronts.front([x]) is fronts.front(Torchlike()) is None\n"
+        "assert 'linattn.torch' not in sys.modules and 'torch' not in sys.modules\n"
+        "front = types.ModuleType('linattn.torch')\n"
+        "sys.modules['linattn.torch'] = front\n"
+        "fronts.register('torch', front)\n"
+        "assert fronts.front(Tensor()) is fronts.front(Mine()) is front\n"
+    )
+    assert run.returncode == 0, run.stderr
 
 
 def test_the_array_backend_does_not_name_its_library():

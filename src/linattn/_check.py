@@ -200,16 +200,21 @@ def array(name: str, value: Any) -> Array:
     elif type(value) is not np.ndarray:
         value = value.view(np.ndarray)
     dtype(name, value.dtype)
-    if value.ndim < 2:
+    rows(name, value.shape)
+    return value
+
+
+def rows(name: str, shape: Shape) -> None:
+    """(..., positions, features) with at least one feature."""
+    if len(shape) < 2:
         raise ValueError(
             f"{name}: expected at least two axes (..., positions, features), got shape "
-            f"{value.shape}; a single row is {name}[None, :]"
+            f"{shape}; a single row is {name}[None, :]"
         )
-    if value.shape[-1] == 0:
+    if shape[-1] == 0:
         raise ValueError(
-            f"{name}: expected at least one feature on the last axis, got shape {value.shape}"
+            f"{name}: expected at least one feature on the last axis, got shape {shape}"
         )
-    return value
 
 
 def converted(value: Array, to: Any) -> Array:
@@ -223,8 +228,8 @@ def broadcast(what: str, **shapes: Shape) -> Shape:
     width = max(len(s) for s in shapes.values())
     for axis in range(-width, 0):
         sizes = {name: s[axis] for name, s in shapes.items() if len(s) >= -axis}
-        wide = {d for d in sizes.values() if d != 1}
-        if len(wide) > 1:
+        wide = [d for d in sizes.values() if d != 1]  # not a set: sizes may be symbols
+        if any(d != wide[0] for d in wide):
             listed = ", ".join(f"{name} {s}" for name, s in shapes.items())
             bad = ", ".join(f"{d} in {name}" for name, d in sizes.items() if d != 1)
             raise ValueError(
@@ -232,7 +237,7 @@ def broadcast(what: str, **shapes: Shape) -> Shape:
                 f"{axis} has {bad}; insert an axis of 1 where it should broadcast, or set "
                 "enable_gqa=True if k and v have fewer heads"
             )
-        result.append(wide.pop() if wide else 1)
+        result.append(wide[0] if wide else 1)
     return tuple(result)
 
 
@@ -252,16 +257,21 @@ def key_mask(mask: Any, k_shape: Shape) -> Array:
             f"key_mask: expected a boolean array, True where the key takes part, got dtype "
             f"{mask.dtype}; pass {remedy}"
         )
+    mask_shape(mask.shape, k_shape)
+    return mask
+
+
+def mask_shape(got: Shape, k_shape: Shape) -> None:
+    """(n_k,) or k's shape less its last axis with ones allowed."""
     n_k, full = k_shape[-2], k_shape[:-1]
-    got: Shape = mask.shape
     if got == (n_k,):
-        return mask
+        return
     if (
         len(got) == len(full)
         and got[-1] == n_k
-        and all(m in (1, s) for m, s in zip(got, full, strict=True))
+        and all(m == s or m == 1 for m, s in zip(got, full, strict=True))
     ):
-        return mask
+        return
     expected = f"(n_k,) = ({n_k},) or, with ones allowed, {full}"
     message = f"key_mask: expected shape {expected} for k of shape {k_shape}, got {got}"
     missing = len(full) - len(got)
@@ -287,11 +297,7 @@ def key_mask(mask: Any, k_shape: Shape) -> Array:
 def cu_seqlens(value: Any, n: int) -> Array:
     """Integers [0, ..., n], none less than the one before; int64."""
     cuts = np.asarray(value)
-    if cuts.dtype.kind not in "iu" or cuts.ndim != 1 or cuts.size == 0:
-        raise (TypeError if cuts.dtype.kind not in "iu" else ValueError)(
-            f"cu_seqlens: expected a list of integers [0, ..., {n}], got dtype {cuts.dtype} and "
-            f"shape {cuts.shape}; for lengths use numpy.cumsum([0, *lengths])"
-        )
+    cut_axes(cuts.dtype, cuts.dtype.kind in "iu", cuts.shape, n)
     cuts = np.ascontiguousarray(cuts, dtype=np.int64)
     if cuts[0] != 0 or cuts[-1] != n:
         raise ValueError(
@@ -306,6 +312,15 @@ def cu_seqlens(value: Any, n: int) -> Array:
             f"{cuts[i]} at index {i}"
         )
     return cuts
+
+
+def cut_axes(dtype: Any, is_integer: bool, shape: Shape, n: int) -> None:
+    """A list of integers, at least one."""
+    if not is_integer or len(shape) != 1 or shape[0] == 0:
+        raise (ValueError if is_integer else TypeError)(
+            f"cu_seqlens: expected a list of integers [0, ..., {n}], got dtype {dtype} and "
+            f"shape {shape}; for lengths use numpy.cumsum([0, *lengths])"
+        )
 
 
 def output(out: Any, expected: Shape, of: Any, inputs: dict[str, Array | None]) -> Array | None:
@@ -352,6 +367,102 @@ def _overlap(a: Array, b: Array) -> bool:
         return True
 
 
+# Arrays of a front end: what is wrong, in the same words
+
+
+def unfit(name: str, got: Any, expected: str, remedy: str | None) -> TypeError:
+    """remedy: a function that makes one of it, or None."""
+    more = "" if remedy is None else f"; convert it, as in {remedy}({name})"
+    return TypeError(f"{name}: expected {expected}, got {_what(got)}{more}")
+
+
+def unfit_dtype(name: str, got: Any, remedy: str) -> TypeError:
+    return TypeError(
+        f"{name}: expected dtype {_list(FLOATS)}, got {got}; convert it first, as in {remedy}"
+    )
+
+
+def unfit_layout(name: str, got: Any) -> TypeError:
+    return TypeError(
+        f"{name}: expected a dense tensor, got layout {got}; pass {name}.to_dense(), or the values "
+        "of a nested tensor with its offsets as cu_seqlens"
+    )
+
+
+def unfit_mask(got: Any, is_float: bool, remedy: str) -> TypeError:
+    if is_float:
+        remedy = "key_mask != 0 if it holds 0 and 1, key_mask == 0 if it is added to scores"
+    else:
+        remedy = f"{remedy} if 1 means that the key takes part"
+    return TypeError(
+        "key_mask: expected a boolean tensor, True where the key takes part, got dtype "
+        f"{got}; pass {remedy}"
+    )
+
+
+def unfit_scale(got: Any) -> TypeError:
+    return TypeError(f"log_scale: expected integers, got dtype {got}")
+
+
+def unfit_state(got: Any, of: str, remedy: str) -> TypeError:
+    held = getattr(got, "library", None)
+    what = type(got).__name__ if held is None else f"one of {held}"
+    return TypeError(
+        f"state: expected a State of {of}, as q is one, or None, got {what}; make one with {remedy}"
+    )
+
+
+def differing(what: str, got: dict[str, Any]) -> TypeError | ValueError:
+    """Arguments that must share a dtype or a device; nothing is converted silently."""
+    names = ", ".join(got)
+    listed = ", ".join(f"{name} {value}" for name, value in got.items())
+    kind = TypeError if what == "dtype" else ValueError
+    return kind(
+        f"{names}: expected one {what}, got {listed}; convert with .to(...), which tensors and "
+        "states have"
+    )
+
+
+def no_device(device: Any) -> None:
+    if device is not None:
+        raise ValueError(
+            f"device: expected None for numpy arrays, got {device!r}; pass a dtype of torch, as in "
+            "dtype=torch.float32, for a state of tensors"
+        )
+
+
+def same_library(ours: str, theirs: str) -> None:
+    if ours != theirs:
+        raise TypeError(
+            f"other: expected a state of {ours}, as this is one, got one of {theirs}; make one "
+            "with State.from_arrays of converted sums"
+        )
+
+
+def needs_gradient(what: str, instead: str) -> RuntimeError:
+    return RuntimeError(
+        f"{what}: works in place, which no gradient can go through, and one is needed here; use "
+        f"{instead}, or call it under torch.no_grad()"
+    )
+
+
+def no_out_with_gradient() -> RuntimeError:
+    return RuntimeError(
+        "out: expected None where a gradient is needed, as what stands in out can't carry one; "
+        "leave out=None, or call it under torch.no_grad()"
+    )
+
+
+def out_matches(got: tuple[Any, ...], expected: tuple[Any, ...], library: str) -> None:
+    """(shape, dtype, device) of out."""
+    for what, a, b in zip(("shape", "dtype", "device"), got, expected, strict=True):
+        if a != b:
+            raise (ValueError if what != "dtype" else TypeError)(
+                f"out: expected {what} {b}, got {a}; use {library}.empty({expected[0]}, "
+                f"dtype={expected[1]}, device={str(expected[2])!r})"
+            )
+
+
 # Whole calls
 
 
@@ -369,88 +480,111 @@ def attention(
 ) -> Attention:
     """The arguments of an attention function, checked against each other and made alike."""
     q, k, v = array("q", q), array("k", k), array("v", v)
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(
-            f"q: expected as many features as k on the last axis, got q {q.shape} and k "
-            f"{k.shape}: {q.shape[-1]} and {k.shape[-1]}"
-        )
-    _same_positions(k, v)
-    if causal and q.shape[-2] != k.shape[-2]:
-        raise ValueError(
-            f"causal: expected q and k of equal length, got n_q = {q.shape[-2]} and n_k = "
-            f"{k.shape[-2]}, which have no agreed alignment; {remedy}"
-        )
+    lengths(q.shape, k.shape, v.shape, causal=causal, cut=cuts is not None, remedy=remedy)
     if cuts is not None:
-        if q.shape[-2] != k.shape[-2]:
-            raise ValueError(
-                f"cu_seqlens: expected q and k of equal length, got n_q = {q.shape[-2]} and n_k = "
-                f"{k.shape[-2]}; it cuts both alike"
-            )
         cuts = cu_seqlens(cuts, q.shape[-2])
     if mask is not None:
         mask = key_mask(mask, k.shape)
-    past: Shape = ()
-    kinds = [q.dtype, k.dtype, v.dtype]
+    shape, groups = fit(
+        q.shape, k.shape, v.shape,
+        sequences=None if cuts is None else len(cuts) - 1, enable_gqa=enable_gqa, state=state,
+    )  # fmt: skip
+    kinds = [q.dtype, k.dtype, v.dtype, *([] if state is None else [state.dtype])]
+    kind = promoted(*(dtype("q", d) for d in kinds))
+    return Attention(
+        converted(q, kind), converted(k, kind), converted(v, kind), mask, cuts, kind, shape, groups
+    )
+
+
+def lengths(q: Shape, k: Shape, v: Shape, *, causal: bool, cut: bool, remedy: str = "") -> None:
+    """The last two axes of q, k and v against each other."""
+    if q[-1] != k[-1]:
+        raise ValueError(
+            f"q: expected as many features as k on the last axis, got q {q} and k "
+            f"{k}: {q[-1]} and {k[-1]}"
+        )
+    _same_positions(k, v)
+    if causal and q[-2] != k[-2]:
+        raise ValueError(
+            f"causal: expected q and k of equal length, got n_q = {q[-2]} and n_k = "
+            f"{k[-2]}, which have no agreed alignment; {remedy}"
+        )
+    if cut and q[-2] != k[-2]:
+        raise ValueError(
+            f"cu_seqlens: expected q and k of equal length, got n_q = {q[-2]} and n_k = "
+            f"{k[-2]}; it cuts both alike"
+        )
+
+
+def fit(
+    q: Shape,
+    k: Shape,
+    v: Shape,
+    *,
+    sequences: int | None,
+    enable_gqa: bool,
+    state: StateShape | None,
+) -> tuple[Shape, int]:
+    """The shape of the output and the query heads for each key head."""
+    shapes = {"k": k[:-2], "v": v[:-2]}
     if state is not None:
         past = state.batch
-        if cuts is not None:
-            if not past or past[0] != len(cuts) - 1:
+        if sequences is not None:
+            if not past or past[0] != sequences:
                 raise ValueError(
-                    f"state: expected a leading axis of {len(cuts) - 1} sequences as in "
+                    f"state: expected a leading axis of {sequences} sequences as in "
                     f"cu_seqlens, got batch shape {past}"
                 )
             past = past[1:]
         _same_width(v, state.d_v)
-        kinds.append(state.dtype)
-    shapes = {"k": k.shape[:-2], "v": v.shape[:-2]}
-    if state is not None:
         shapes["state"] = past
     held = broadcast("k, v", **shapes)
     if enable_gqa:
-        lead, groups = _grouped(q.shape, held, (k, v))
+        lead, groups = _grouped(q, held, (k, v))
     else:
-        lead, groups = broadcast("q, k, v", q=q.shape[:-2], **shapes), 1
-    kind = promoted(*(dtype("q", d) for d in kinds))
-    return Attention(
-        converted(q, kind),
-        converted(k, kind),
-        converted(v, kind),
-        mask,
-        cuts,
-        kind,
-        (*lead, q.shape[-2], v.shape[-1]),
-        groups,
-    )
+        lead, groups = broadcast("q, k, v", q=q[:-2], **shapes), 1
+    return (*lead, q[-2], v[-1]), groups
 
 
 def keys(k: Any, v: Any, mask: Any, into: StateShape | None = None) -> tuple[Any, ...]:
     """k, v, key_mask, their dtype and batch shape, for a state to take in."""
     k, v = array("k", k), array("v", v)
-    _same_positions(k, v)
+    batch = key_shapes(k.shape, v.shape, into)
     if mask is not None:
         mask = key_mask(mask, k.shape)
-    batch = broadcast("k, v", k=k.shape[:-2], v=v.shape[:-2])
+    kind = promoted(dtype("k", k.dtype), dtype("v", v.dtype))
+    return converted(k, kind), converted(v, kind), mask, kind, batch
+
+
+def key_shapes(k: Shape, v: Shape, into: StateShape | None) -> Shape:
+    """The batch shape of keys and values, for a state to take in."""
+    _same_positions(k, v)
+    batch = broadcast("k, v", k=k[:-2], v=v[:-2])
     if into is not None:
         _same_width(v, into.d_v)
-        both = broadcast("k, v", k=k.shape[:-2], v=v.shape[:-2], state=into.batch)
+        both = broadcast("k, v", k=k[:-2], v=v[:-2], state=into.batch)
         if both != into.batch:
             raise ValueError(
                 f"k, v: expected leading axes that broadcast to the state's {into.batch}, got "
                 f"{batch}: a state cannot grow in place; merge it with State.of(k, v)"
             )
-    kind = promoted(dtype("k", k.dtype), dtype("v", v.dtype))
-    return converted(k, kind), converted(v, kind), mask, kind, batch
+    return batch
 
 
 def queries(q: Any, state: StateShape, enable_gqa: bool) -> tuple[Array, Any, Shape]:
     """q, the dtype and the shape of the output, for a state to answer."""
     q = array("q", q)
     kind = promoted(dtype("q", q.dtype), state.dtype)
+    return converted(q, kind), kind, query_shape(q.shape, state, enable_gqa)
+
+
+def query_shape(q: Shape, state: StateShape, enable_gqa: bool) -> Shape:
+    """The shape of the output of a state."""
     if enable_gqa:
-        lead, _ = _grouped(q.shape, state.batch, ())
+        lead, _ = _grouped(q, state.batch, ())
     else:
-        lead = broadcast("q", q=q.shape[:-2], state=state.batch)
-    return converted(q, kind), kind, (*lead, q.shape[-2], state.d_v)
+        lead = broadcast("q", q=q[:-2], state=state.batch)
+    return (*lead, q[-2], state.d_v)
 
 
 def features(name: str, mapped: Any, source: Array, D: int | None) -> Array:
@@ -459,16 +593,22 @@ def features(name: str, mapped: Any, source: Array, D: int | None) -> Array:
     if not isinstance(mapped, np.ndarray):
         raise TypeError(f"{what}: expected an array back, got {_what(mapped)}")
     mapped = array(what, mapped)
-    if mapped.shape[:-1] != source.shape[:-1]:
-        raise ValueError(
-            f"{what}: expected shape {(*source.shape[:-1], 'D')} back, as a map acts row by row, "
-            f"got {mapped.shape}"
-        )
-    if D is not None and mapped.shape[-1] != D:
-        raise ValueError(
-            f"{what}: expected {D} features, as the keys or the state have, got {mapped.shape[-1]}"
-        )
+    feature_shape(name, mapped.shape, source.shape, D)
     return mapped
+
+
+def feature_shape(name: str, mapped: Shape, source: Shape, D: int | None) -> None:
+    """(..., n, D) from (..., n, d_k)."""
+    what = f"feature_map({name})"
+    if mapped[:-1] != source[:-1]:
+        raise ValueError(
+            f"{what}: expected shape {(*source[:-1], 'D')} back, as a map acts row by row, "
+            f"got {mapped}"
+        )
+    if D is not None and mapped[-1] != D:
+        raise ValueError(
+            f"{what}: expected {D} features, as the keys or the state have, got {mapped[-1]}"
+        )
 
 
 def sums(
@@ -478,27 +618,30 @@ def sums(
     kv, k_sum = np.array(kv, order="C"), np.array(k_sum, order="C")
     for name, x in (("kv", kv), ("k_sum", k_sum)):
         dtype(name, x.dtype)
-    if kv.ndim < 2 or 0 in kv.shape[-2:]:
-        raise ValueError(f"kv: expected shape (*batch, D, d_v), got {kv.shape}")
-    if k_sum.shape != kv.shape[:-1]:
-        raise ValueError(
-            f"k_sum: expected shape {kv.shape[:-1]} for kv of shape {kv.shape}, got {k_sum.shape}"
-        )
+    if log_scale is not None:
+        log_scale = np.array(log_scale, order="C")
+        if log_scale.dtype.kind not in "iu":
+            raise unfit_scale(log_scale.dtype)
+    sum_shapes(kv.shape, k_sum.shape, None if log_scale is None else log_scale.shape, exponential)
+    if log_scale is not None:
+        log_scale = log_scale.astype(np.int32, copy=False)
+    return kv.astype(np.float64, copy=False), k_sum.astype(np.float64, copy=False), log_scale
+
+
+def sum_shapes(kv: Shape, k_sum: Shape, log_scale: Shape | None, exponential: bool) -> None:
+    """(*batch, D, d_v), (*batch, D), and (*batch, D) for exponential maps."""
+    if len(kv) < 2 or 0 in kv[-2:]:
+        raise ValueError(f"kv: expected shape (*batch, D, d_v), got {kv}")
+    if k_sum != kv[:-1]:
+        raise ValueError(f"k_sum: expected shape {kv[:-1]} for kv of shape {kv}, got {k_sum}")
     if log_scale is not None:
         if not exponential:
             raise ValueError(
                 "log_scale: expected None for a map that is not exponential, got an array; pass "
                 "the feature_map that the state was made with"
             )
-        log_scale = np.array(log_scale, order="C")
-        if log_scale.dtype.kind not in "iu":
-            raise TypeError(f"log_scale: expected integers, got dtype {log_scale.dtype}")
-        if log_scale.shape != k_sum.shape:
-            raise ValueError(
-                f"log_scale: expected shape {k_sum.shape} as k_sum has, got {log_scale.shape}"
-            )
-        log_scale = log_scale.astype(np.int32, copy=False)
-    return kv.astype(np.float64, copy=False), k_sum.astype(np.float64, copy=False), log_scale
+        if log_scale != k_sum:
+            raise ValueError(f"log_scale: expected shape {k_sum} as k_sum has, got {log_scale}")
 
 
 def same_map(ours: Any, theirs: Any, what: str) -> None:
@@ -516,44 +659,42 @@ def same_sums(what: str, D: int, d_v: int, other_D: int, other_d_v: int) -> None
         )
 
 
-def width(k: Array, D: int) -> None:
+def width(k: Shape, D: int) -> None:
     """Features of mapped keys or queries against those of a state."""
-    if k.shape[-1] != D:
+    if k[-1] != D:
         raise ValueError(
-            f"state: expected D = {k.shape[-1]} features, as the mapped keys and queries have, "
+            f"state: expected D = {k[-1]} features, as the mapped keys and queries have, "
             f"got a state with D = {D}"
         )
 
 
-def one_position(q: Array, k: Array) -> None:
+def one_position(q: Shape, k: Shape) -> None:
     for name, x in (("q", q), ("k", k)):
-        if x.shape[-2] != 1:
+        if x[-2] != 1:
             raise ValueError(
-                f"{name}: expected one position, shape (..., 1, {x.shape[-1]}), got {x.shape}; for "
+                f"{name}: expected one position, shape (..., 1, {x[-1]}), got {x}; for "
                 "several at once use linear_attention(..., causal=True, state=state, "
                 "return_state=True)"
             )
 
 
-def _same_positions(k: Array, v: Array) -> None:
-    if k.shape[-2] != v.shape[-2]:
+def _same_positions(k: Shape, v: Shape) -> None:
+    if k[-2] != v[-2]:
         raise ValueError(
-            f"v: expected one row for each key, got k {k.shape} and v {v.shape}: {k.shape[-2]} "
-            f"and {v.shape[-2]} positions"
+            f"v: expected one row for each key, got k {k} and v {v}: {k[-2]} and {v[-2]} positions"
         )
 
 
-def _same_width(v: Array, d_v: int) -> None:
-    if v.shape[-1] != d_v:
+def _same_width(v: Shape, d_v: int) -> None:
+    if v[-1] != d_v:
         raise ValueError(
-            f"v: expected d_v = {d_v} features as the state has, got {v.shape[-1]} in shape "
-            f"{v.shape}"
+            f"v: expected d_v = {d_v} features as the state has, got {v[-1]} in shape {v}"
         )
 
 
-def _grouped(q: Shape, held: Shape, kv: tuple[Array, ...]) -> tuple[Shape, int]:
+def _grouped(q: Shape, held: Shape, kv: tuple[Shape, ...]) -> tuple[Shape, int]:
     """The output's leading axes and the query heads for each key head; held: key batch axes."""
-    if len(q) < 3 or not held or any(x.ndim < 3 for x in kv):
+    if len(q) < 3 or not held or any(len(x) < 3 for x in kv):
         raise ValueError(
             f"enable_gqa: expected heads on the third axis from the end of q, k and v, got q {q} "
             f"and key batch axes {held}; insert one, as in q[None], or leave enable_gqa=False"

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar, overload
 import numpy as np
 from numpy import ndarray
 
-from . import _check, backends, feature_maps
+from . import _check, backends, feature_maps, fronts
 from .backends import native
 from .feature_maps import FeatureMap
 from .plan import prefers_quadratic
@@ -219,6 +219,13 @@ def linear_attention(
                 return result
     except TypeError:
         pass
+    if type(q) is not ndarray:
+        front = fronts.front(q)
+        if front is not None:
+            return front.linear_attention(
+                q, k, v, feature_map, eps, causal, key_mask, cu_seqlens, enable_gqa,
+                normalize, state, return_state, order, out,
+            )  # fmt: skip
     return _attention(
         q, k, v, feature_map, eps, causal, key_mask, cu_seqlens, enable_gqa,
         normalize, state, return_state, order, out,
@@ -253,6 +260,8 @@ def _attention(
     if state is not None:
         if not isinstance(state, State):
             raise TypeError(f"state: expected a State or None, got {type(state).__name__}")
+        if state.library != "numpy":
+            raise _check.unfit_state(state, "numpy arrays", "State.of(k, v) of arrays")
         _check.same_map(found, state.feature_map, "state")
         shape = state._shape
     call = _check.attention(
@@ -279,7 +288,7 @@ def _attention(
         wide = _check.promoted(*(_check.dtype("q", x.dtype) for x in (q, k, v)))
         q, k, v = (_check.converted(x, wide) for x in (q, k, v))
     elif state is not None:
-        _check.width(k, state.D)
+        _check.width(k.shape, state.D)
     if not linear and order == "auto":
         cheaper = prefers_quadratic(q.shape[-2], k.shape[-2], k.shape[-1], v.shape[-1], call.groups)
         order = "quadratic" if cheaper else "linear"
@@ -348,6 +357,11 @@ def softmax_attention(
     Source: Vaswani et al. 2017, "Attention Is All You Need", eq. 1; blockwise as in Milakov and
     Gimelshein 2018, "Online normalizer calculation for softmax".
     """
+    front = fronts.front(q)
+    if front is not None:
+        return front.softmax_attention(  # type: ignore[no-any-return]
+            q, k, v, scale, causal, key_mask, enable_gqa, out
+        )
     scale_ = _check.scale(scale)
     causal = _check.flag("causal", causal)
     enable_gqa = _check.flag("enable_gqa", enable_gqa)

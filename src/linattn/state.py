@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from . import _check, backends, feature_maps
+from . import _check, backends, feature_maps, fronts
 from .backends import array, native
 from .feature_maps import FeatureMap
 
@@ -51,6 +51,9 @@ class State:
     `State.of`, `State.from_arrays` or `State.load`; `absorb`, `step` and `reset` change a state in
     place, everything else leaves it as it is and returns copies.
 
+    Of tensors it is the same class: kv, k_sum and log_scale are tensors then, and dtype is torch's.
+    Gradients go through sums that are tensors, but not through what works in place.
+
     Examples
     --------
     >>> import numpy as np
@@ -74,6 +77,7 @@ class State:
     log_scale: Array | None
     feature_map: FeatureMap
     dtype: Any
+    library = "numpy"  # whose arrays the sums are
 
     def __init__(
         self, kv: Array, k_sum: Array, log_scale: Array | None, feature_map: FeatureMap, dtype: Any
@@ -98,6 +102,7 @@ class State:
         d_v: int,
         feature_map: Map = None,
         dtype: Any = np.float32,
+        device: Any = None,
     ) -> State:
         """The state that has seen no key: the neutral element of `merge`.
 
@@ -108,13 +113,19 @@ class State:
         feature_map:
             a name, a `FeatureMap`, a callable, or None: `elu1`
         dtype:
-            of the keys and values to come
+            of the keys and values to come; a dtype of torch gives a state of tensors
+        device:
+            where tensors are to be; None is torch's default
 
         Examples
         --------
         >>> State.zeros((2, 3), 5, 7).kv.shape
         (2, 3, 5, 7)
         """
+        front = fronts.front(dtype)
+        if front is not None:
+            return front.State.zeros(batch_shape, D, d_v, feature_map, dtype, device)  # type: ignore[no-any-return]
+        _check.no_device(device)
         found = feature_maps.get(feature_map)
         batch = _check.shape("batch_shape", batch_shape)
         D, d_v = _check.size("D", D, 1), _check.size("d_v", d_v, 1)
@@ -128,6 +139,9 @@ class State:
 
         k: (..., n_k, d_k), v: (..., n_k, d_v), key_mask: (n_k,) or k's shape less its last axis
         """
+        front = fronts.front(k)
+        if front is not None:
+            return front.State.of(k, v, feature_map, key_mask)  # type: ignore[no-any-return]
         found = feature_maps.get(feature_map)
         k, v, mask, dtype, batch = _check.keys(k, v, key_mask)
         k, v = _mapped(found, "k", k, v, D=None)
@@ -144,12 +158,19 @@ class State:
         log_scale: Array | None = None,
         *,
         feature_map: Map = None,
-        dtype: Any = np.float32,
+        dtype: Any = None,
     ) -> State:
         """A state of such sums, which are copied; ``State.from_arrays(**state.arrays())``.
 
-        kv: (*batch, D, d_v), k_sum: (*batch, D), log_scale: (*batch, D) or None (true sums)
+        kv: (*batch, D, d_v), k_sum: (*batch, D), log_scale: (*batch, D) or None (true sums);
+        dtype: of the keys and values to come, None is float32
         """
+        front = fronts.front(kv)
+        if front is not None:
+            return front.State.from_arrays(  # type: ignore[no-any-return]
+                kv, k_sum, log_scale, feature_map=feature_map, dtype=dtype
+            )
+        dtype = np.float32 if dtype is None else dtype
         found = feature_maps.get(feature_map)
         kv, k_sum, log_scale = _check.sums(kv, k_sum, log_scale, found.exponential)
         if found.exponential and log_scale is None:
@@ -157,12 +178,24 @@ class State:
         return cls(kv, k_sum, log_scale, found, _check.dtype("dtype", dtype))
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], feature_map: Map = None) -> State:
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        feature_map: Map = None,
+        *,
+        dtype: Any = None,
+        device: Any = None,
+    ) -> State:
         """The state that `save` wrote.
 
         feature_map:
             needed for a state of a callable, which a file cannot hold; otherwise None or the
             same map
+        dtype:
+            None is that of the state that was saved; one of torch makes it a state of tensors, one
+            of NumPy one of arrays
+        device:
+            where tensors are to be; None is the CPU
 
         Raises
         ------
@@ -181,9 +214,9 @@ class State:
                 arrays = {n: file[n] for n in ("kv", "k_sum", "log_scale") if n in file.files}
             if about["format"] != _FORMAT:
                 raise ValueError(f"its format is {about['format']!r}, not {_FORMAT!r}")
-            name, kernel, dtype = about["feature_map"], about["kernel"], about["dtype"]
-            if dtype not in _check.FLOATS:
-                raise ValueError(f"its dtype is {dtype!r}")
+            name, kernel, kind = about["feature_map"], about["kernel"], about["dtype"]
+            if kind not in _check.FLOATS:
+                raise ValueError(f"its dtype is {kind!r}")
         except (*broken, zipfile.BadZipFile, zlib.error) as error:
             raise ValueError(
                 f"path: expected a file that State.save wrote, got {os.fspath(path)!r}: {error}"
@@ -201,7 +234,18 @@ class State:
                 f"feature_map: expected {about['label']!r}, the map of this state, got "
                 f"{found.name!r}"
             )
-        return cls.from_arrays(**arrays, feature_map=found, dtype=_dtype(dtype))
+        library = about.get("library", "numpy")
+        front = None
+        if dtype is not None:
+            front = fronts.front(dtype)
+        elif library != "numpy" or device is not None:
+            front = fronts.named(library if library in fronts.FRONTS else "torch")
+        if front is not None:
+            wanted = kind if dtype is None else dtype
+            return front.State.from_numpy(arrays, found, wanted, device)  # type: ignore[no-any-return]
+        return State.from_arrays(
+            **arrays, feature_map=found, dtype=_dtype(kind) if dtype is None else dtype
+        )
 
     # Changing it
 
@@ -281,7 +325,7 @@ class State:
         normalize = _check.flag("normalize", normalize)
         k, v, _, dtype, _ = _check.keys(k, v, None, self._shape)
         q, _, shape = _check.queries(q, self._shape, enable_gqa)
-        _check.one_position(q, k)
+        _check.one_position(q.shape, k.shape)
         kind = _check.promoted(self.dtype, dtype, q.dtype)
         direct = None
         if out is not None:
@@ -398,9 +442,13 @@ class State:
         """
         if not isinstance(other, State):
             raise TypeError(f"other: expected a State, got {type(other).__name__}")
+        _check.same_library(self.library, other.library)
         _check.same_map(self.feature_map, other.feature_map, "merge")
         _check.same_sums("merge", self.D, self.d_v, other.D, other.d_v)
         _check.broadcast("merge", self=self.batch_shape, other=other.batch_shape)
+        return self._merged(other)
+
+    def _merged(self, other: State) -> State:
         kv, k_sum, log_scale = array.merge(
             (self.kv, self.k_sum, self.log_scale), (other.kv, other.k_sum, other.log_scale)
         )
@@ -426,6 +474,25 @@ class State:
     def detach(self) -> State:
         """A copy outside any gradient; of NumPy arrays, a copy."""
         return self.copy()
+
+    def to(self, *args: Any, dtype: Any = None, device: Any = None) -> State:
+        """A copy for keys and values of another dtype, or, of tensors, on another device.
+
+        ``state.to(torch.bfloat16)``, ``state.to("cuda")``, ``state.to("cuda", torch.float16)``.
+        Sums stay float64, but on devices that have none.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> State.zeros((), 5, 7).to(np.float16).dtype
+        dtype('float16')
+        """
+        for value in args:
+            dtype = value
+        _check.no_device(device)
+        made = self.copy()
+        made.dtype = _check.dtype("dtype", self.dtype if dtype is None else dtype)
+        return made
 
     def __getitem__(self, index: Any) -> State:
         """A copy of some batch elements, by any NumPy index over the batch axes.
@@ -462,6 +529,13 @@ class State:
             view.flags.writeable = False
         return views
 
+    def _in_numpy(self) -> dict[str, Any]:
+        return self.arrays()
+
+    @property
+    def _dtype_name(self) -> str:
+        return str(self.dtype.name)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write an .npz file, without pickle, under exactly this name, whole or not at all.
 
@@ -476,13 +550,15 @@ class State:
             "feature_map": found.name if _by_name(found) else None,
             "label": found.name,
             "kernel": found.kernel,
-            "dtype": self.dtype.name,
+            "dtype": self._dtype_name,
         }
+        if self.library != "numpy":
+            about["library"] = self.library
         target = os.path.abspath(os.fspath(path))
         handle, temporary = tempfile.mkstemp(dir=os.path.dirname(target), suffix=".part")
         try:
             with os.fdopen(handle, "wb") as file:
-                np.savez(file, about=np.array(json.dumps(about)), **self.arrays())
+                np.savez(file, about=np.array(json.dumps(about)), **self._in_numpy())
             mask = os.umask(0)
             os.umask(mask)
             os.chmod(temporary, 0o666 & ~mask)
@@ -527,7 +603,7 @@ class State:
     def __repr__(self) -> str:
         return (
             f"State(batch_shape={self.batch_shape}, D={self.D}, d_v={self.d_v}, "
-            f"feature_map={self.feature_map.name!r}, dtype={self.dtype.name})"
+            f"feature_map={self.feature_map.name!r}, dtype={self._dtype_name})"
         )
 
 
@@ -568,7 +644,7 @@ def _mapped(
         elif not x.dtype.isnative:
             x = x.astype(x.dtype.newbyteorder("="))
     elif D is not None:
-        _check.width(x, D)
+        _check.width(x.shape, D)
     return x, v
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from . import array, native
 
-__all__ = ["absorb", "attend", "query", "serving", "step", "using"]
+__all__ = ["absorb", "attend", "declined", "query", "serving", "step", "using"]
 
 _only: str | None = None  # "array", "native", or None: both
 
@@ -54,9 +54,14 @@ def using(name: str | None) -> Iterator[None]:
         _choose(before)
 
 
-def _array(verb: str, *args: Any) -> Any:
+def declined(verb: str) -> None:
+    """Called before another backend answers in the core's place."""
     if _only == "native":
         raise RuntimeError(f"linattn's compiled core declined {verb}, and LINATTN_BACKEND=native")
+
+
+def _array(verb: str, *args: Any) -> Any:
+    declined(verb)
     return getattr(array, verb)(*args)
 
 

@@ -1,0 +1,42 @@
+"""Linear attention of PyTorch tensors: `linattn.linear_attention` and `linattn.State` take them.
+
+This package is imported when they meet the first tensor. Import it yourself for what only torch
+has: layers, and the swap of a model's attention.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .. import fronts
+from . import _maps
+from ._attention import linear_attention, softmax_attention
+from ._state import TensorState
+
+__all__ = ["LinearAttention", "linearize_"]
+
+
+class _Front:
+    """What the core asks of a front end."""
+
+    linear_attention = staticmethod(linear_attention)
+    softmax_attention = staticmethod(softmax_attention)
+    State = TensorState
+
+    @staticmethod
+    def apply(kernel: str, x: Tensor) -> Tensor:
+        """A fused map's last step, in at least float32, rounded to x's dtype once."""
+        from torch import float32, float64
+
+        wide = x if x.dtype == float64 else x.to(float32)
+        return _maps.apply(kernel, wide).to(x.dtype)
+
+
+fronts.register("torch", _Front)
+
+from ._layers import LinearAttention  # noqa: E402
+from ._linearize import linearize_  # noqa: E402
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,76 @@
+"""The compiled core on tensors: the verbs of `linattn._native`, and when they may be called.
+
+The core reads a tensor's memory and nothing else, so what lies above the memory is looked at here:
+a gradient that is wanted, a transform of torch.func, a mode that intercepts, a tensor that is
+traced or that stands for its negative. Whoever passes may skip torch's dispatcher, which would take
+longer than a step of decoding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..backends import native
+
+__all__ = ["calm", "plain", "verb"]
+
+_is_autocast = torch.is_autocast_enabled
+_transforms = torch._C._functorch.peek_interpreter_stack
+_function_modes = torch._C._len_torch_function_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_traced = torch._C._is_tracing
+_compiling = torch.compiler.is_compiling
+_strided = torch.strided
+_taught: Any = None  # the extension that knows of torch
+
+
+def calm() -> bool:
+    """Whether nothing in force would see, change or record operations."""
+    return not (
+        _compiling()
+        or _transforms() is not None
+        or forward_ad._current_level >= 0
+        or _function_modes()
+        or _dispatch_modes()
+        or _is_traced()
+        or _is_autocast("cpu")
+    )
+
+
+def plain(x: Any, grad: bool) -> bool:
+    """Whether a tensor is its memory and no more; grad: whether gradients are recorded."""
+    return (
+        type(x) is Tensor
+        and not (grad and x.requires_grad)
+        and x.is_cpu
+        and x.layout is _strided
+        and not x.is_neg()
+    )
+
+
+def _learn() -> None:
+    """Tell the extension in use what a tensor is."""
+    global _taught
+    extension = native.extension
+    if extension is not _taught:
+        native.register_torch(torch)
+        _taught = extension
+
+
+def _exact(x: Any) -> Any:
+    """A Parameter as a tensor."""
+    return x if x is None or type(x) is Tensor else x.detach()
+
+
+def verb(name: str, *args: Any) -> Any:
+    """A verb of the core from within an operator, or None: declined."""
+    if native.extension is not _taught:
+        _learn()
+    return getattr(native, name)(*(_exact(x) if isinstance(x, Tensor) else x for x in args))
+
+
+_learn()

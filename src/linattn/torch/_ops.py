@@ -1,0 +1,360 @@
+"""The operators `torch.ops.linattn.*`: what torch differentiates, compiles and exports.
+
+They are functional with a fixed number of outputs, but for `absorb_` and `step_`, which declare
+what they change. On a CPU the compiled core computes, on other devices, and where the core
+declines, the composite. Arguments have been checked by `_check`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends
+from . import _composite, _direct
+from ._composite import Sums
+
+__all__ = ["absorb_", "absorb_in_torch", "attend", "step_", "step_in_torch"]
+
+_library = torch.library.Library("linattn", "DEF")  # kept: its end would remove the operators
+
+_CALL = (
+    "str feature_map, float eps, bool causal, Tensor? key_mask, Tensor? cu_seqlens, "
+    "bool enable_gqa, bool normalize"
+)
+_library.define(
+    f"attend(Tensor q, Tensor k, Tensor v, {_CALL}, Tensor? kv, Tensor? k_sum, Tensor? log_scale, "
+    "bool return_state, str order) -> (Tensor out, Tensor kv, Tensor k_sum, Tensor log_scale)"
+)
+_library.define(
+    "attend_backward(Tensor grad_out, Tensor? grad_kv, Tensor? grad_k_sum, Tensor q, Tensor k, "
+    f"Tensor v, Tensor out, {_CALL}, Tensor? kv, Tensor? k_sum, Tensor? log_scale, "
+    "Tensor? after_kv, Tensor? after_k_sum, Tensor? after_log_scale) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dkv, Tensor dk_sum)"
+)
+_library.define(
+    "absorb_(Tensor(a!) kv, Tensor(b!) k_sum, Tensor(c!)? log_scale, Tensor k, Tensor v, "
+    "str feature_map, Tensor? key_mask) -> ()"
+)
+_library.define(
+    "step_(Tensor(a!) kv, Tensor(b!) k_sum, Tensor(c!)? log_scale, Tensor q, Tensor k, Tensor v, "
+    "str feature_map, float eps, bool enable_gqa, bool normalize) -> Tensor"
+)
+
+attend = torch.ops.linattn.attend.default
+attend_backward = torch.ops.linattn.attend_backward.default
+absorb_ = torch.ops.linattn.absorb_.default
+step_ = torch.ops.linattn.step_.default
+
+
+def _sums(kv: Tensor | None, k_sum: Tensor | None, log_scale: Tensor | None) -> Sums | None:
+    return None if kv is None or k_sum is None else Sums(kv, k_sum, log_scale)
+
+
+# attend
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, feature_map: str, eps: float, causal: bool,
+    key_mask: Tensor | None, cu_seqlens: Tensor | None, enable_gqa: bool, normalize: bool,
+    kv: Tensor | None, k_sum: Tensor | None, log_scale: Tensor | None,
+    return_state: bool, order: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """In torch operations, on any device."""
+    out, sums = _composite.attend(
+        q, k, v, feature_map, eps, causal, key_mask, cu_seqlens, enable_gqa, normalize,
+        _sums(kv, k_sum, log_scale), return_state, in_place=True,
+    )  # fmt: skip
+    return _four(out, *(sums or (None, None, None)))
+
+
+def _attend_cpu(*args: Any) -> tuple[Tensor, ...]:
+    *call, kv, k_sum, log_scale, return_state, order = args
+    state = None if kv is None else (kv, k_sum, log_scale)
+    result = _direct.verb("attend", *call, state, return_state, order, None)
+    if result is None:
+        backends.declined("attend")
+        return _attend(*args)
+    return _four(*result) if return_state else _four(result, None, None, None)
+
+
+def _four(out: Tensor, kv: Any, k_sum: Any, log_scale: Any) -> tuple[Tensor, ...]:
+    return (
+        out,
+        out.new_empty(0) if kv is None else kv,
+        out.new_empty(0) if k_sum is None else k_sum,
+        out.new_empty(0, dtype=torch.int32) if log_scale is None else log_scale,
+    )
+
+
+def _held(k: Tensor, v: Tensor, kv: Tensor | None, packed: bool) -> tuple[int, ...]:
+    """The batch shape of keys, values and a state."""
+    past = () if kv is None else kv.shape[1:-2] if packed else kv.shape[:-2]
+    return tuple(torch.broadcast_shapes(k.shape[:-2], v.shape[:-2], past))
+
+
+def _lead(q: Tensor, held: tuple[int, ...], enable_gqa: bool) -> tuple[int, ...]:
+    """The batch shape of the output."""
+    if enable_gqa:
+        return (*torch.broadcast_shapes(q.shape[:-3], held[:-1]), q.shape[-3])
+    return tuple(torch.broadcast_shapes(q.shape[:-2], held))
+
+
+def _attend_fake(*args: Any) -> tuple[Tensor, ...]:
+    q, k, v, feature_map, _, _, _, cuts, enable_gqa, _, kv, _, _, return_state, _ = args
+    held = _held(k, v, kv, cuts is not None)
+    out = q.new_empty((*_lead(q, held, enable_gqa), q.shape[-2], v.shape[-1]))
+    if not return_state:
+        return _four(out, None, None, None)
+    if cuts is not None:
+        held = (cuts.shape[0] - 1, *held)
+    dtype = _composite.wide(q.device)
+    D = k.shape[-1]
+    scale = q.new_empty((*held, D), dtype=torch.int32) if feature_map == "exp" else None
+    return _four(
+        out,
+        q.new_empty((*held, D, v.shape[-1]), dtype=dtype),
+        q.new_empty((*held, D), dtype=dtype),
+        scale,
+    )
+
+
+def _attend_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, *call, kv, k_sum, log_scale, return_state, _ = inputs
+    ctx.set_materialize_grads(False)
+    key_mask, cuts = call[3], call[4]
+    out, *after = output
+    if not return_state:
+        after = [None, None, None]
+    elif call[0] != "exp":
+        after[2] = None
+    ctx.call = (*call[:3], *call[5:])
+    ctx.save_for_backward(q, k, v, out, key_mask, cuts, kv, k_sum, log_scale, *after)
+
+
+def _attend_grad(
+    ctx: Any, grad_out: Tensor | None, grad_kv: Tensor | None, grad_k_sum: Tensor | None, _: Any
+) -> tuple[Any, ...]:
+    q, k, v, out, key_mask, cuts, kv, k_sum, log_scale, *after = ctx.saved_tensors
+    feature_map, eps, causal, enable_gqa, normalize = ctx.call
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    if grad_kv is None and grad_k_sum is not None:
+        grad_kv = torch.zeros_like(after[0])
+    if grad_k_sum is None and grad_kv is not None:
+        grad_k_sum = torch.zeros_like(after[1])
+    # Each element with a gradient of its own; torch adds those of what was expanded.
+    held = _held(k, v, kv, cuts is not None)
+    lead = _lead(q, held, enable_gqa)
+    q = q.expand(*lead, *q.shape[-2:])
+    k, v = k.expand(*held, *k.shape[-2:]), v.expand(*held, *v.shape[-2:])
+    if key_mask is not None and key_mask.ndim > 1:
+        key_mask = key_mask.reshape((*(1,) * (k.ndim - 1 - key_mask.ndim), *key_mask.shape))
+    if kv is not None:
+        if cuts is not None:
+            held = (cuts.shape[0] - 1, *held)
+        missing = len(held) - (kv.ndim - 2)
+        if cuts is not None and missing:
+            kv, k_sum, log_scale = (
+                None if x is None else x.unflatten(0, (-1, *(1,) * missing))
+                for x in (kv, k_sum, log_scale)
+            )
+        kv, k_sum = kv.expand(*held, *kv.shape[-2:]), k_sum.expand(*held, k_sum.shape[-1])
+        log_scale = None if log_scale is None else log_scale.expand(*held, log_scale.shape[-1])
+    dq, dk, dv, dkv, dk_sum = attend_backward(
+        grad_out, grad_kv, grad_k_sum, q, k, v, out, feature_map, eps, causal, key_mask, cuts,
+        enable_gqa, normalize, kv, k_sum, log_scale, *after,
+    )  # fmt: skip
+    if kv is None:
+        dkv = dk_sum = None
+    return (
+        dq, dk, dv, None, None, None, None, None, None, None, dkv, dk_sum, None, None, None
+    )  # fmt: skip
+
+
+# attend_backward
+
+
+def _backward(
+    grad_out: Tensor, grad_kv: Tensor | None, grad_k_sum: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, feature_map: str, eps: float, causal: bool,
+    key_mask: Tensor | None, cu_seqlens: Tensor | None, enable_gqa: bool, normalize: bool,
+    kv: Tensor | None, k_sum: Tensor | None, log_scale: Tensor | None,
+    after_kv: Tensor | None, after_k_sum: Tensor | None, after_log_scale: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """In torch operations, on any device."""
+    return _five(
+        q,
+        *_composite.backward(
+            grad_out, grad_kv, grad_k_sum, q, k, v, out, feature_map, eps, causal, key_mask,
+            cu_seqlens, enable_gqa, normalize, _sums(kv, k_sum, log_scale), after_log_scale,
+        ),
+    )  # fmt: skip
+
+
+def _backward_cpu(*args: Any) -> tuple[Tensor, ...]:
+    *call, kv, k_sum, log_scale, after_kv, after_k_sum, after_log_scale = args
+    before = None if kv is None else (kv, k_sum, log_scale)
+    after = None if after_kv is None else (after_kv, after_k_sum, after_log_scale)
+    result = _direct.verb("attend_backward", *call, before, after)
+    if result is None:
+        backends.declined("attend_backward")
+        return _backward(*args)
+    return _five(call[3], *result)
+
+
+def _five(q: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dkv: Any, dk_sum: Any) -> Any:
+    return (
+        dq,
+        dk,
+        dv,
+        q.new_empty(0) if dkv is None else dkv,
+        q.new_empty(0) if dk_sum is None else dk_sum,
+    )
+
+
+def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
+    q, k, v, kv, k_sum = *args[3:6], *args[14:16]
+    made = [None if x is None else x.new_empty(x.shape) for x in (q, k, v, kv, k_sum)]
+    return _five(q, *made)  # type: ignore[no-any-return]
+
+
+_DIFFERENTIABLE = (0, 1, 2, 3, 4, 5, 14, 15)  # grad_out, grad_kv, grad_k_sum, q, k, v, kv, k_sum
+
+
+def _backward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.tensors = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
+    ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+    ctx.save_for_backward(*(inputs[i] for i in ctx.tensors))
+
+
+def _backward_grad(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    """The gradient of a gradient, through the composite, whose every derivative torch knows.
+
+    `out` and the state after all keys are what the composite computes from the other inputs, so
+    their part of the derivative is in those.
+    """
+    args = list(ctx.others)
+    for i, x in zip(ctx.tensors, ctx.saved_tensors, strict=True):
+        args[i] = x
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        wanted = [i for i in _DIFFERENTIABLE if args[i] is not None]
+        for i in wanted:
+            x = args[i]
+            args[i] = x.view_as(x) if again and x.requires_grad else x.detach().requires_grad_()
+        (
+            grad_out, grad_kv, grad_k_sum, q, k, v, _, feature_map, eps, causal, key_mask, cuts,
+            enable_gqa, normalize, kv, k_sum, log_scale, _, _, units,
+        ) = args  # fmt: skip
+        has_state = grad_kv is not None
+        out, sums = _composite.attend(
+            q, k, v, feature_map, eps, causal, key_mask, cuts, enable_gqa, normalize,
+            _sums(kv, k_sum, log_scale), has_state, units,
+        )  # fmt: skip
+        outputs, upstream = [out], [grad_out]
+        if has_state and sums is not None:
+            outputs, upstream = [*outputs, sums.kv, sums.k_sum], [*upstream, grad_kv, grad_k_sum]
+        inputs = [x for x in (q, k, v, kv, k_sum) if x is not None]
+        given = [g for g, x in zip(grads, (q, k, v, kv, k_sum), strict=True) if x is not None]
+        first = torch.autograd.grad(
+            outputs, inputs, upstream, create_graph=True, allow_unused=True, materialize_grads=True
+        )
+        pairs = [
+            (f, g) for f, g in zip(first, given, strict=True) if g is not None and f.requires_grad
+        ]
+        if not pairs:
+            return (None,) * len(args)
+        second = torch.autograd.grad(
+            [f for f, _ in pairs], [args[i] for i in wanted], [g for _, g in pairs],
+            create_graph=again, allow_unused=True,
+        )  # fmt: skip
+    result: list[Any] = [None] * len(args)
+    for i, x in zip(wanted, second, strict=True):
+        result[i] = x
+    return tuple(result)
+
+
+# In place
+
+
+def absorb_in_torch(
+    kv: Tensor, k_sum: Tensor, log_scale: Tensor | None, k: Tensor, v: Tensor,
+    feature_map: str, key_mask: Tensor | None,
+) -> None:  # fmt: skip
+    """In torch operations, on any device."""
+    q = k.new_empty((*kv.shape[:-2], 0, k.shape[-1]))
+    _, sums = _composite.attend(
+        q, k, v, feature_map, 0.0, False, key_mask, None, False, True,
+        Sums(kv, k_sum, log_scale), True,
+    )  # fmt: skip
+    assert sums is not None
+    kv.copy_(sums.kv)
+    k_sum.copy_(sums.k_sum)
+    if log_scale is not None and sums.log_scale is not None:
+        log_scale.copy_(sums.log_scale)
+
+
+def _absorb_cpu(*args: Any) -> None:
+    if _direct.verb("absorb", *args) is None:
+        backends.declined("absorb")
+        absorb_in_torch(*args)
+
+
+def _absorb_fake(*args: Any) -> None:
+    return None
+
+
+def step_in_torch(
+    kv: Tensor, k_sum: Tensor, log_scale: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    feature_map: str, eps: float, enable_gqa: bool, normalize: bool,
+) -> Tensor:  # fmt: skip
+    """In torch operations, on any device."""
+    absorb_in_torch(kv, k_sum, log_scale, k, v, feature_map, None)
+    none = (
+        k.new_empty((*k.shape[:-2], 0, k.shape[-1])),
+        v.new_empty((*v.shape[:-2], 0, v.shape[-1])),
+    )
+    out, _ = _composite.attend(
+        q, *none, feature_map, eps, False, None, None, enable_gqa, normalize,
+        Sums(kv, k_sum, log_scale), False,
+    )  # fmt: skip
+    return out.contiguous()
+
+
+def _step_cpu(*args: Any) -> Tensor:
+    result = _direct.verb("step", *args, None)
+    if result is None:
+        backends.declined("step")
+        return step_in_torch(*args)
+    return result  # type: ignore[no-any-return]
+
+
+def _step_fake(*args: Any) -> Tensor:
+    kv, q, enable_gqa = args[0], args[3], args[8]
+    held = tuple(kv.shape[:-2])
+    return q.new_empty((*_lead(q, held, enable_gqa), q.shape[-2], kv.shape[-1]))  # type: ignore[no-any-return]
+
+
+def _register() -> None:
+    for name, everywhere, cpu, fake in (
+        ("attend", _attend, _attend_cpu, _attend_fake),
+        ("attend_backward", _backward, _backward_cpu, _backward_fake),
+        ("absorb_", absorb_in_torch, _absorb_cpu, _absorb_fake),
+        ("step_", step_in_torch, _step_cpu, _step_fake),
+    ):
+        _library.impl(name, everywhere, "CompositeExplicitAutograd")
+        _library.impl(name, cpu, "CPU")
+        torch.library.register_fake(f"linattn::{name}", fake, lib=_library)
+    torch.library.register_autograd(
+        "linattn::attend", _attend_grad, setup_context=_attend_setup, lib=_library
+    )
+    torch.library.register_autograd(
+        "linattn::attend_backward", _backward_grad, setup_context=_backward_setup, lib=_library
+    )
+
+
+_register()
