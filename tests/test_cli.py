@@ -747,6 +747,17 @@ def test_demo_of_bad_arguments(capsys: Any) -> None:
     assert "expected as many features" in bad(capsys, "demo", *files)
 
 
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
+def test_the_same_figures_give_the_same_picture(suffix: str) -> None:
+    from linattn.cli._picture import Line, Panel, draw
+
+    for name in ("a", "b"):
+        panel = Panel("time", "seconds", [Line("ours", [16, 64], [1e-6, 3e-6], 0, "note")])
+        draw(name + suffix, "a title", [panel], "n")
+        time.sleep(1.1 * (name == "a"))  # dates are kept in seconds
+    assert Path("a" + suffix).read_bytes() == Path("b" + suffix).read_bytes()
+
+
 def test_pictures_without_matplotlib(capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "needs the package matplotlib" in bad(capsys, "demo", "--plot", "picture.png")

@@ -52,6 +52,7 @@ def _matplotlib() -> Any:
 def draw(path: str, title: str, panels: Sequence[Panel], across: str) -> None:
     """Write the picture, whole or not at all."""
     _matplotlib()
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.2 * len(panels), 5.2), dpi=150, layout="constrained")
@@ -67,8 +68,11 @@ def draw(path: str, title: str, panels: Sequence[Panel], across: str) -> None:
         frameon=False,
         fontsize=10,
     )
-    with _files.replacing(path, "--plot") as file:
-        figure.savefig(file, format=os.path.splitext(path)[1][1:].lower())
+    kind = os.path.splitext(path)[1][1:].lower()
+    # The same figures give the same bytes: a picture under version control changes with them alone.
+    about: dict[str, Any] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    with _files.replacing(path, "--plot") as file, rc_context({"svg.hashsalt": "linattn"}):
+        figure.savefig(file, format=kind, metadata=about.get(kind))
 
 
 def _panel(axes: Any, panel: Panel, across: str) -> dict[str, Any]:
