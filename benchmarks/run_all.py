@@ -25,6 +25,14 @@ NAMES = (
     "floor",
     "call_overhead",
     "length_error",
+    "torch_forward",
+    "torch_causal",
+    "torch_gradients",
+    "torch_short",
+    "torch_decode",
+    "torch_overhead",
+    "torch_memory",
+    "torch_threads",
 )
 PICTURES = {"growth": "time", "length_error": "error"}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch._inductor.compile_fx  # which warns of itself: here `load` keeps that quiet
 from torch import Tensor
 
 from . import _tensors, chunked, eager

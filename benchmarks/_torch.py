@@ -1,0 +1,73 @@
+"""What the benchmarks against torch and other libraries share; imports none of them itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import peers
+from _common import Report, Row, Target, median, ratios, seconds
+
+OURS = "linattn"
+LIMIT = 8192  # positions beyond which softmax attention takes minutes
+SLOWER = 0.97  # of their time: below this we lose, within it nobody knows
+
+
+def load(report: Report, *names: str, gradients: bool = False) -> list[Any]:
+    """Ours and these peers, each checked against the definition; empty without torch."""
+    from peers import _check
+
+    found = []
+    for name in ("ours", *names):
+        module = peers.load(name)
+        if module is None:
+            if name == "ours":
+                report.note("skipped: needs torch")
+                return []
+            report.note(f"skipped {name}: not installed")
+            continue
+        peer = module.PEER
+        if name == "sdpa":
+            _check.softmax(peer)
+        elif name == "ggml":
+            _check.forms(peer, feature_map="identity", normalize=False)
+        else:
+            _check.forms(peer)
+        if gradients and name != "sdpa":
+            _check.gradients(peer)
+        if peer.version != peer.name:
+            omits = f"; leaves out: {peer.omits}" * bool(peer.omits)
+            report.note(f"{peer.name}: {peer.version}{omits}")
+        found.append(peer)
+    return found
+
+
+def against(
+    report: Report,
+    label: str,
+    times: Mapping[str, Sequence[float]],
+    compared: Iterable[Any],
+    targets: Mapping[str, Target] | None = None,
+    **data: Any,
+) -> list[Row]:
+    """A row for each peer that took part: how much faster than it we are."""
+    ours = times[OURS]
+    return [
+        report.row(
+            f"{label}: faster than {peer.name}", ratios(times[peer.name], ours), "x",
+            (targets or {}).get(peer.name), seconds(median(times[peer.name])), peer=peer.name,
+            omits=peer.omits, ours=median(ours), theirs=median(times[peer.name]), **data,
+        )
+        for peer in compared
+        if peer.name != OURS and peer.name in times
+    ]  # fmt: skip
+
+
+def losses(report: Report) -> None:
+    """Says where somebody else was faster."""
+    lost = [r for r in report.rows if "peer" in r.data and r.value < SLOWER]
+    if report.options.quick:
+        return
+    report.heading("where we lose" if lost else "we lose nowhere here")
+    for row in lost:
+        print(f"  {row.what}: {row.shown}, {seconds(row.data['ours'])} against {row.note}")
