@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,15 @@ def example(name: str) -> Any:
 lm = example("train_char_lm")
 
 SMALL = {"batch": 8, "context": 96, "width": 48, "heads": 3, "layers": 2, "tokens": 5}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing by more, and on a busy machine torch's threads wait long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
