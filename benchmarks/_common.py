@@ -366,7 +366,7 @@ class Report:
                 row.reached = target.reached(value)
                 row.verdict = "reached" if row.reached else f"missed {target.by(value)}".rstrip()
         self.rows.append(row)
-        print(f"  {what:<44} {shown:<29} {row.target:<12} {row.verdict:<17} {note}".rstrip())
+        print(f"  {what:<50} {shown:<29} {row.target:<12} {row.verdict:<17} {note}".rstrip())
         sys.stdout.flush()
         return row
 

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import _picture
+
 HERE = Path(__file__).parent
 NAMES = (
     "forward",
@@ -107,6 +109,7 @@ def main() -> None:
         results.append(json.loads(answer.read_text("utf-8")))
     (given.out / "results.json").write_text(json.dumps(results, indent=1), "utf-8")
     (given.out / "results.md").write_text(table(results), "utf-8")
+    _picture.draw({r["benchmark"]: r for r in results}, given.out / f"peers.{given.format}")
     judged = [r for result in results for r in result["rows"] if r["reached"] is not None]
     print(
         f"{sum(r['reached'] for r in judged)} of {len(judged)} targets reached; "
