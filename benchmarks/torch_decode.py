@@ -65,7 +65,7 @@ def measure(report: Report, o: Options) -> None:
     if not found:
         return
     for heads, d in ((8, 64),) if o.quick else ((8, 64), (1, 64), (32, 64)):
-        report.heading(f"one step, {heads} heads x {d}, float32")
+        report.heading(f"one step, {heads} head{'s' * (heads > 1)} x {d}, float32")
         q, k, v = qkv(heads, 1, d)
         flat = [x[:, 0].copy() for x in (q, k, v)]
         state = State.zeros((heads,), d, d)

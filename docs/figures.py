@@ -4,8 +4,8 @@
     python docs/figures.py          # from build/benchmarks into README.md and docs/
 
 What stands between `<!-- figures: NAME -->` and `<!-- end -->` is replaced, and nothing else. NAME
-is `top`, `machine`, `missed`, or `rows BENCHMARK [EXPRESSION]`: rows of a benchmark, those whose
-name the regular expression finds. Pictures go to docs/assets.
+is `top`, `machine`, `missed`, `peers`, or `rows BENCHMARK [EXPRESSION]`: rows of a benchmark, those
+whose name the regular expression finds. Pictures go to docs/assets.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ import argparse
 import json
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import _picture  # noqa: E402
+
 BLOCK = re.compile(r"(<!-- figures: (\w+)((?: [^\n]*?)?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-PICTURES = ("time.svg", "error.svg")
+PICTURES = ("time.svg", "error.svg", "peers.svg")
 TIME = r"[\d.,]+ (?:s|ms|us|ns)\b"
 SETS = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON"}
 COMMAND = "`python benchmarks/run_all.py`"
@@ -130,6 +135,8 @@ def missed(results: dict[str, Result]) -> str:
 def rows(results: dict[str, Result], chosen: str) -> str:
     """Rows of a benchmark as a table, with its target where there is one."""
     name, _, expression = chosen.partition(" ")
+    if not results[name]["rows"]:
+        return "Not measured: this needs torch."
     found = [row for row in results[name]["rows"] if re.search(expression, row["what"])]
     if not found:
         raise SystemExit(f"figures: no row of {name} is found by {expression!r}")
@@ -141,7 +148,38 @@ def rows(results: dict[str, Result], chosen: str) -> str:
     return "\n".join(lines)
 
 
-MAKERS = {"top": top, "machine": machine, "missed": missed, "rows": rows}
+def peers(results: dict[str, Result]) -> str:
+    """Each other library at one size, and then all sizes at which one of them is faster."""
+    lines = [
+        "| form, heads × n | | takes | linattn | | it leaves out |",
+        "|---|---|---|---|---|---|",
+    ]
+    for form in _picture.FORMS:
+        lines += [f"| {compared(row)} |" for row in _picture.chosen(results, form)]
+    if len(lines) == 2:
+        return "Not measured: this needs torch."
+    everything = [
+        row for name in sorted({*_picture.FORMS.values(), "torch_short"} & set(results))
+        for row in results[name]["rows"] if "peer" in row["data"]
+    ]  # fmt: skip
+    lost = [row for row in everything if row["value"] < 1]
+    lines += ["", f"Of {len(everything)} comparisons, all sizes, linattn is slower in {len(lost)}."]
+    if lost:
+        lines += ["", *lines[:2], *(f"| {compared(row)} |" for row in lost)]
+    return "\n".join(lines)
+
+
+def compared(row: Any) -> str:
+    """Form and size, who, their time, ours, the ratio, what theirs leaves out."""
+    data = row["data"]
+    heads, form = data["heads"], data["form"]
+    size = f"{heads} × {data['n']:,}" if form != "step" else f"{heads} head{'s' * (heads > 1)}"
+    ours = micro(written(data["ours"]))
+    cells = f"{form}, {size}", data["peer"], micro(written(data["theirs"])), ours
+    return " | ".join((*cells, f"**{row['value']:.2f}x**", data["omits"]))
+
+
+MAKERS = {"top": top, "machine": machine, "missed": missed, "peers": peers, "rows": rows}
 
 
 # ----------------------------------------------------------------------------------- single values
@@ -190,6 +228,12 @@ def time(row: Any) -> str:
 
 def step_time(row: Any) -> str:
     return f"{row['value']:.3g} µs"
+
+
+def written(value: float) -> str:
+    """Seconds as the benchmarks print them."""
+    unit, size = next((u, s) for u, s in (("s", 1), ("ms", 1e-3), ("us", 1e-6)) if value >= s)
+    return f"{value / size:.3g} {unit}"
 
 
 def micro(text: str) -> str:

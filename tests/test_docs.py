@@ -204,4 +204,7 @@ def test_figures_are_found_in_what_the_benchmarks_write(tmp_path):
         assert after == module.filled(after, results)
         outside = [module.BLOCK.sub("", text) for text in (before, after)]
         assert outside[0] == outside[1]
-    assert all((tmp_path / name).exists() for name in module.PICTURES)
+    pictures = set(module.PICTURES)
+    if importlib.util.find_spec("torch") is None:
+        pictures.remove("peers.svg")
+    assert all((tmp_path / name).exists() for name in pictures)
