@@ -99,11 +99,10 @@ def race(sides: Mapping[str, Side], o: Options) -> dict[str, list[float]]:
     """Seconds a call, a number for each side and round; the sides take turns."""
     calls, long = {}, set()
     for name, side in sides.items():
+        once(side)  # which may load or compile something
         lasts = once(side)
         if lasts > LONG:
             long.add(name)
-        else:
-            lasts = once(side)
         calls[name] = max(1, math.ceil(o.turn / max(lasts, 1e-7)))
     times: dict[str, list[float]] = {name: [] for name in sides}
     names = list(sides)

@@ -20,7 +20,7 @@ from linattn import get_num_threads
 VERSION = f"ONNX Runtime {onnxruntime.__version__}"
 
 
-def _session(heads: int, *, past: bool) -> onnxruntime.InferenceSession:
+def _session(heads: int, *, past: bool, threads: int) -> onnxruntime.InferenceSession:
     """A model of the operator alone."""
     names = ["query", "key", "value"] + ["past"] * past
     node = helper.make_node(
@@ -39,8 +39,9 @@ def _session(heads: int, *, past: bool) -> onnxruntime.InferenceSession:
     imports = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=imports, ir_version=10)
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = get_num_threads()
-    # Its idle threads would spin into the next side's turn, as others' do not.
+    options.intra_op_num_threads = threads
+    # Its idle threads would spin into the next side's turn, as others' do not. With spinning a pass
+    # takes as long.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return onnxruntime.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
@@ -65,8 +66,10 @@ def _divided(out: Any, heads: int, eps: float = 1e-6) -> Any:
 class _Bound:
     """A session whose inputs and outputs lie ready."""
 
-    def __init__(self, inputs: dict[str, Any], outputs: dict[str, Any], heads: int) -> None:
-        self._session = _session(heads, past="past" in inputs)
+    def __init__(
+        self, inputs: dict[str, Any], outputs: dict[str, Any], heads: int, threads: int
+    ) -> None:
+        self._session = _session(heads, past="past" in inputs, threads=threads)
         self._binding = self._session.io_binding()
         for bind, arrays in (
             (self._binding.bind_input, inputs), (self._binding.bind_output, outputs)
@@ -92,7 +95,7 @@ class _Peer:
         }  # fmt: skip
         out = np.empty_like(inputs["value"])
         state = np.empty((1, heads, d, v.shape[-1] + 1), np.float32)
-        return _Bound(inputs, {"out": out, "state": state}, heads), out
+        return _Bound(inputs, {"out": out, "state": state}, heads, get_num_threads()), out
 
     def side(self, q: Any, k: Any, v: Any, *, causal: bool = False) -> Callable[[], object]:
         assert causal, "the operator has no other form"
@@ -110,7 +113,7 @@ PEER = _Peer()
 class Step:
     """One position: two sessions take turns, each reading the state that the other wrote."""
 
-    def __init__(self, heads: int, d: int) -> None:
+    def __init__(self, heads: int, d: int, threads: int = 1) -> None:
         self._heads = heads
         states = [np.zeros((1, heads, d, d + 1), np.float32) for _ in range(2)]
         self._inputs = {
@@ -124,6 +127,7 @@ class Step:
                 {**self._inputs, "past": states[i]},
                 {"out": self._out, "state": states[1 - i]},
                 heads,
+                threads,
             )
             for i in range(2)
         ]
