@@ -261,8 +261,12 @@ NB_MODULE(_native, m) {
       "register_bfloat16", [](int number) { bfloat16_number = number; }, nb::arg("dtype_num"),
       "Tells the type number of ml_dtypes.bfloat16.");
   m.def(
-      "register_torch", [](nb::handle module) { torch.take(module); }, nb::arg("torch"),
-      "Tells the module: from now on its tensors are taken like arrays.");
+      "register_torch",
+      [](nb::handle module) {
+        torch.take(module);
+        find_openmp();
+      },
+      nb::arg("torch"), "Tells the module: from now on its tensors are taken like arrays.");
   m.def("set_num_threads", [](int threads) { set_thread_count(threads); }, nb::arg("threads"));
   m.def("get_num_threads", [] { return thread_count(); });
   m.def("instruction_set", [] { return std::string(kernels_in_use()->name); });

@@ -329,6 +329,7 @@ struct Call {
     bool enough;
     {
       nb::gil_scoped_release unlocked;
+      const OpenMPGuest guest((has_k ? k : q).is_tensor);
       enough = solver(problem, *kernels, threads);
     }
     if (!enough) throw std::bad_alloc();

@@ -11,6 +11,7 @@
 #include <sched.h>
 #endif
 #if defined(__unix__) || defined(__APPLE__)
+#include <dlfcn.h>
 #include <pthread.h>
 #endif
 #if defined(__x86_64__) || defined(_M_X64)
@@ -160,8 +161,17 @@ Pool& pool() {
   return *found;
 }
 
+// libgomp's entry to a parallel region, which runtimes that stand in for it have too.
+using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+std::atomic<Parallel> openmp{nullptr};
+thread_local bool guest = false;
+
 #if defined(__unix__) || defined(__APPLE__)
-const int registered = pthread_atfork(nullptr, nullptr, [] { the_pool.store(nullptr, std::memory_order_release); });
+// The threads of an OpenMP runtime are gone in a child too, and it waits for them for ever.
+const int registered = pthread_atfork(nullptr, nullptr, [] {
+  the_pool.store(nullptr, std::memory_order_release);
+  openmp.store(nullptr, std::memory_order_release);
+});
 #endif
 
 int default_threads() {
@@ -202,6 +212,15 @@ bool threads_chosen() { return chosen_threads.load(std::memory_order_relaxed) > 
 
 void set_thread_count(int threads) { chosen_threads.store(threads > 0 ? threads : 0, std::memory_order_relaxed); }
 
+void find_openmp() {
+#if defined(__unix__) || defined(__APPLE__)
+  openmp.store(reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel")), std::memory_order_release);
+#endif
+}
+
+OpenMPGuest::OpenMPGuest(bool wanted) : before_(guest) { guest = wanted; }
+OpenMPGuest::~OpenMPGuest() { guest = before_; }
+
 void run_stages(const Stage* stages, int count, void* context, int threads) {
   Job job;
   for (int s = 0; s < count; ++s) {
@@ -210,10 +229,14 @@ void run_stages(const Stage* stages, int count, void* context, int threads) {
     job.total += stages[s].pieces;
   }
   job.context = context;
-  if (threads <= 1 || job.total <= 1)
+  if (threads > job.total) threads = static_cast<int>(job.total);
+  const Parallel parallel = guest ? openmp.load(std::memory_order_acquire) : nullptr;
+  if (threads <= 1)
     job.work();
+  else if (parallel)
+    parallel([](void* it) { static_cast<Job*>(it)->work(); }, &job, static_cast<unsigned>(threads), 0);
   else
-    pool().run(job, static_cast<int>(threads - 1 < job.total - 1 ? threads - 1 : job.total - 1));
+    pool().run(job, threads - 1);
 }
 
 void* thread_scratch(int64_t bytes) {
