@@ -645,7 +645,7 @@ def sum_shapes(kv: Shape, k_sum: Shape, log_scale: Shape | None, exponential: bo
 
 
 def same_map(ours: Any, theirs: Any, what: str) -> None:
-    if ours != theirs:
+    if ours is not theirs and ours != theirs:
         raise ValueError(
             f"{what}: expected a state of feature map {ours.name!r}, got one of {theirs.name!r}; "
             "sums of different maps have nothing in common"

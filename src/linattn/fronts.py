@@ -1,32 +1,28 @@
 """Whose front end serves a value: found by its type, and imported when one is first met.
 
-NumPy's arrays need none. What comes of another library is served by the package named here, which
-registers itself when it is imported; the library itself is never imported from here.
+NumPy's arrays need none. What comes of another library is served by the package that stands here
+beside its name; the library itself is never imported from the core. An import is a statement that
+hands on what it brought, and no call by name or entry in a register, because torch.compile follows
+the one and not the others.
 """
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Callable
 from typing import Any
 
-__all__ = ["FRONTS", "front", "named", "register"]
+__all__ = ["FRONTS", "front"]
 
-FRONTS = {"torch": "linattn.torch"}  # a library: the package that serves its arrays
 
-_registered: dict[str, Any] = {}
+def _torch() -> Any:
+    from .torch import front
+
+    return front
+
+
+FRONTS: dict[str, Callable[[], Any]] = {"torch": _torch}  # a library, and its front end
+
 _of_type: dict[type, Any] = {}  # None: served here, or by nobody
-
-
-def register(library: str, front: Any) -> None:
-    """Called by a front end when it is imported."""
-    _registered[library] = front
-
-
-def named(library: str) -> Any:
-    """The front end of a library that is known to have one; imports both."""
-    if library not in _registered:
-        importlib.import_module(FRONTS[library])
-    return _registered[library]
 
 
 def front(value: Any) -> Any:
@@ -41,7 +37,7 @@ def front(value: Any) -> Any:
     for base in kind.__mro__:
         library = base.__module__.partition(".")[0]
         if library in FRONTS:
-            found = named(library)
+            found = FRONTS[library]()
             break
     _of_type[kind] = found
     return found

@@ -239,7 +239,7 @@ class State:
         if dtype is not None:
             front = fronts.front(dtype)
         elif library != "numpy" or device is not None:
-            front = fronts.named(library if library in fronts.FRONTS else "torch")
+            front = fronts.FRONTS[library if library in fronts.FRONTS else "torch"]()
         if front is not None:
             wanted = kind if dtype is None else dtype
             return front.State.from_numpy(arrays, found, wanted, device)  # type: ignore[no-any-return]

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .. import fronts
 from . import _maps
 from ._attention import linear_attention, softmax_attention
+from ._layers import LinearAttention
+from ._linearize import linearize_
 from ._state import TensorState
 
 __all__ = ["LinearAttention", "linearize_"]
 
 
-class _Front:
+class front:
     """What the core asks of a front end."""
 
     linear_attention = staticmethod(linear_attention)
@@ -30,12 +31,6 @@ class _Front:
 
         wide = x if x.dtype == float64 else x.to(float32)
         return _maps.apply(kernel, wide).to(x.dtype)
-
-
-fronts.register("torch", _Front)
-
-from ._layers import LinearAttention  # noqa: E402
-from ._linearize import linearize_  # noqa: E402
 
 
 def __dir__() -> list[str]:

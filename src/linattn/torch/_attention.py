@@ -161,7 +161,7 @@ def attend(
 
 def transformed() -> bool:
     """Whether a transform of torch.func or a forward-mode derivative is in force."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or (
+    return torch._C._are_functorch_transforms_active() or (
         forward_ad._current_level >= 0
     )
 

@@ -587,7 +587,12 @@ def _finite(x: Tensor) -> Tensor:
 
 def _is_finite(x: Tensor) -> bool:
     """Whether all numbers are; False where they can't be read."""
-    if x.device.type == "meta" or torch._C._functorch.peek_interpreter_stack() is not None:
+    if (
+        x.device.type == "meta"
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or type(x) not in (Tensor, torch.nn.Parameter)  # one that stands for another
+    ):
         return False
     return bool(torch.isfinite(x.detach().sum(dtype=wide(x.device))))
 

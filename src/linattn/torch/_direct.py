@@ -19,7 +19,7 @@ from ..backends import native
 __all__ = ["calm", "plain", "verb"]
 
 _is_autocast = torch.is_autocast_enabled
-_transforms = torch._C._functorch.peek_interpreter_stack
+_transforms = torch._C._are_functorch_transforms_active
 _function_modes = torch._C._len_torch_function_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_traced = torch._C._is_tracing
@@ -32,7 +32,7 @@ def calm() -> bool:
     """Whether nothing in force would see, change or record operations."""
     return not (
         _compiling()
-        or _transforms() is not None
+        or _transforms()
         or forward_ad._current_level >= 0
         or _function_modes()
         or _dispatch_modes()

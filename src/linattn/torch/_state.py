@@ -368,6 +368,8 @@ class TensorState(State):
 
     def _changed(self) -> None:
         """Tell autograd, so that a graph that saved these sums refuses to go on with others."""
+        if torch.compiler.is_compiling():  # the operators declare what they change
+            return
         if not self.kv.is_inference():
             torch.autograd.graph.increment_version(
                 [self.kv, self.k_sum, *([] if self.log_scale is None else [self.log_scale])]

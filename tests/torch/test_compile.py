@@ -1,0 +1,288 @@
+"""torch.compile, torch.export, the transforms of torch.func, checkpointing, and `opcheck`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch_cases import inputs, normal, same  # noqa: E402
+
+from linattn import State, linear_attention  # noqa: E402
+
+Array = Any
+
+# What torch itself warns of while it compiles.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*functools.lru_cache.*:UserWarning"),
+]
+
+
+def compiled(f: Any) -> Any:
+    """The front half of torch.compile and its ahead-of-time gradients; no compiler is needed."""
+    torch._dynamo.reset()
+    return torch.compile(f, fullgraph=True, dynamic=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("name", ["elu1", "exp"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_compiled_is_eager(name: str, causal: bool) -> None:
+    f = compiled(lambda q, k, v: linear_attention(q, k, v, name, causal=causal))
+    for n in (37, 13, 131):
+        x = inputs(n, (2, 3), n, 5, 7)
+        same(f(*x), linear_attention(*x, name, causal=causal))
+
+
+def test_compiled_gradients() -> None:
+    f = compiled(lambda q, k, v, m: linear_attention(q, k, v, key_mask=m, causal=True))
+    for n in (37, 13):
+        x = inputs(n, (2,), n, 5, 7, grad=True)
+        mask = normal(1, n) > 0
+        g = normal(2, 2, n, 7)
+        found = torch.autograd.grad(f(*x, mask), x, g)
+        right = torch.autograd.grad(linear_attention(*x, key_mask=mask, causal=True), x, g)
+        for a, b in zip(found, right, strict=True):
+            same(a, b)
+
+
+def test_compiled_once_for_all_lengths() -> None:
+    torch._dynamo.reset()
+    count = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    f = torch.compile(
+        lambda q, k, v: linear_attention(q, k, v, causal=True),
+        fullgraph=True, dynamic=True, backend=count,
+    )  # fmt: skip
+    for n in (37, 13, 131, 257):
+        f(*inputs(n, (2, 3), n, 5, 7))
+    assert count.frame_count == 1
+
+
+@pytest.mark.parametrize("name", ["elu1", "exp"])
+def test_compiled_states(name: str) -> None:
+    """A state goes into a compiled function, comes out of one, and is changed by one."""
+    q, k, v = inputs(1, (2, 3), 37, 5, 7)
+    make = compiled(lambda q, k, v: linear_attention(q, k, v, name, causal=True, return_state=True))
+    out, state = make(q, k, v)
+    right, expected = linear_attention(q, k, v, name, causal=True, return_state=True)
+    assert isinstance(state, State)
+    same(out, right)
+    same(state.kv, expected.kv)
+    go_on = compiled(lambda q, k, v, s: linear_attention(q, k, v, name, causal=True, state=s))
+    same(go_on(q, k, v, state), linear_attention(q, k, v, name, causal=True, state=expected))
+    step = compiled(lambda q, k, v, s: s.step(q, k, v))
+    for t in range(3):
+        row = [x[..., t : t + 1, :] for x in (q, k, v)]
+        same(step(*row, state), expected.step(*row))
+        same(state.kv, expected.kv)
+        same(state.k_sum, expected.k_sum)
+    absorb = compiled(lambda k, v, s: s.absorb(k, v).query(k))
+    same(absorb(k, v, state), expected.absorb(k, v).query(k))
+    same(state.kv, expected.kv)
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor() -> None:
+    torch._dynamo.reset()
+    f = torch.compile(
+        lambda q, k, v: linear_attention(q * 2, k, v, causal=True) + 1,
+        fullgraph=True, dynamic=True,
+    )  # fmt: skip
+    for n in (37, 13):
+        x = inputs(n, (2, 3), n, 5, 7)
+        torch.testing.assert_close(f(*x), linear_attention(2 * x[0], *x[1:], causal=True) + 1)
+
+
+def test_compiled_before_the_front_end_was_imported() -> None:
+    code = (
+        "import torch, linattn, sys\n"
+        "assert 'linattn.torch' not in sys.modules\n"
+        "f = torch.compile(linattn.linear_attention, fullgraph=True, backend='eager')\n"
+        "x = torch.ones(2, 3)\n"
+        "assert torch.equal(f(x, x, x), linattn.linear_attention(x, x, x))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+class Module(torch.nn.Module):
+    def forward(self, q: Any, k: Any, v: Any) -> Any:
+        return linear_attention(q, k, v, causal=True)
+
+
+def test_export_with_a_length_that_varies() -> None:
+    n = torch.export.Dim("n")
+    axes = ({2: n},) * 3
+    made = torch.export.export(Module(), inputs(1, (2, 3), 37, 5, 7), dynamic_shapes=axes)
+    assert "linattn.attend" in made.graph_module.code
+    for length in (1, 13, 131):
+        x = inputs(length, (2, 3), length, 5, 7)
+        same(made.module()(*x), linear_attention(*x, causal=True))
+
+
+# ------------------------------------------------------------------------------------- torch.func
+
+
+@pytest.mark.parametrize("name", ["elu1", "exp", "identity"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_func_grad(name: str, causal: bool) -> None:
+    x = inputs(4, (2,), 37, 5, 7, torch.float64)
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        return linear_attention(q, k, v, name, 0.1, causal=causal).square().sum()
+
+    found = torch.func.grad(loss, (0, 1, 2))(*x)
+    leaves = [t.clone().requires_grad_() for t in x]
+    right = torch.autograd.grad(loss(*leaves), leaves)
+    for a, b in zip(found, right, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", ["elu1", "exp"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_func_vmap(name: str, causal: bool) -> None:
+    q, k, v = inputs(5, (3,), 37, 5, 7, torch.float64)
+    mask = normal(1, 3, 37) > -1
+
+    def one(q: Any, k: Any, v: Any, m: Any) -> Any:
+        return linear_attention(q, k, v, name, causal=causal, key_mask=m)
+
+    torch.testing.assert_close(torch.func.vmap(one)(q, k, v, mask), one(q, k, v, mask))
+    alone = torch.func.vmap(one, (0, None, None, None))(q, k[0], v[0], mask[0])
+    torch.testing.assert_close(alone, one(q, k[0], v[0], mask[0]))
+
+    def loss(q: Any, k: Any, v: Any, m: Any) -> Any:
+        return one(q, k, v, m).square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss, 1))(q, k, v, mask)
+    leaf = k.clone().requires_grad_()
+    torch.testing.assert_close(each, torch.autograd.grad(loss(q, leaf, v, mask), leaf)[0])
+
+
+def test_func_of_states() -> None:
+    """A state that is made and asked within a transform."""
+    q, k, v = inputs(6, (3,), 37, 5, 7, torch.float64)
+
+    def ask(q: Any, k: Any, v: Any) -> Any:
+        return State.of(k, v, "exp").query(q)
+
+    torch.testing.assert_close(torch.func.vmap(ask)(q, k, v), ask(q, k, v))
+
+
+@pytest.mark.parametrize("name", ["elu1", "exp"])
+def test_forward_mode(name: str) -> None:
+    x = inputs(7, (2,), 19, 3, 5, torch.float64)
+    t = inputs(8, (2,), 19, 3, 5, torch.float64)
+    out, tangent = torch.func.jvp(lambda *x: linear_attention(*x, name, causal=True), x, t)
+    torch.testing.assert_close(out, linear_attention(*x, name, causal=True))
+    h = 1e-6
+    up, down = (
+        linear_attention(*(a + s * h * b for a, b in zip(x, t, strict=True)), name, causal=True)
+        for s in (1, -1)
+    )
+    torch.testing.assert_close(tangent, (up - down) / (2 * h), rtol=1e-6, atol=1e-8)
+
+
+def test_hessian() -> None:
+    q, k, v = inputs(9, (), 5, 2, 3, torch.float64)
+    f = lambda k: linear_attention(q, k, v, causal=True).square().sum()  # noqa: E731
+    found = torch.func.hessian(f)(k)
+    torch.testing.assert_close(found, torch.autograd.functional.hessian(f, k))
+
+
+# ------------------------------------------------------------------------------- modes of torch
+
+
+def test_no_grad_and_inference_mode() -> None:
+    x = inputs(10, (2,), 37, 5, 7, grad=True)
+    right = linear_attention(*x).detach()
+    with torch.no_grad():
+        out = linear_attention(*x)
+        same(out, right)
+        assert not out.requires_grad
+    with torch.inference_mode():
+        y = inputs(10, (2,), 37, 5, 7)
+        out, state = linear_attention(*y, return_state=True)
+        same(out, right)
+        state.step(*(t[:, :1] for t in y))
+        assert out.is_inference()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    x = inputs(11, (2,), 37, 5, 7, grad=True)
+    f = lambda *x: linear_attention(*x, causal=True)  # noqa: E731
+    g = normal(1, 2, 37, 7)
+    right = torch.autograd.grad(f(*x), x, g)
+    leaves = [t.detach().clone().requires_grad_() for t in x]
+    checkpoint(f, *leaves, use_reentrant=reentrant).backward(g)
+    for leaf, b in zip(leaves, right, strict=True):
+        same(leaf.grad, b)
+
+
+def test_meta_and_fake_tensors() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    x = [torch.empty(2, 4, 37, d, device="meta") for d in (5, 5, 7)]
+    out, state = linear_attention(*x, "exp", causal=True, return_state=True)
+    assert out.shape == (2, 4, 37, 7)
+    assert out.device.type == "meta"
+    assert state.kv.shape == (2, 4, 5, 7)
+    assert state.log_scale.dtype == torch.int32
+    with FakeTensorMode():
+        x = [torch.empty(2, 4, 37, d) for d in (5, 5, 7)]
+        cut = torch.tensor([0, 13, 37])
+        out, state = linear_attention(*x, cu_seqlens=cut, return_state=True)
+        assert out.shape == (2, 4, 37, 7)
+        assert state.kv.shape == (2, 2, 4, 5, 7)
+
+
+# ---------------------------------------------------------------------------------------- opcheck
+
+
+@pytest.mark.parametrize("name", ["elu1", "exp"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("with_state", [False, True])
+def test_opcheck_attend(name: str, causal: bool, with_state: bool) -> None:
+    q, k, v = inputs(12, (2, 3), 13, 5, 7, grad=True)
+    state = State.of(k.detach(), v.detach(), name)
+    sums = (state.kv.requires_grad_(), state.k_sum.requires_grad_(), state.log_scale)
+    torch.library.opcheck(
+        torch.ops.linattn.attend.default,
+        (
+            q, k, v, name, 1e-6, causal, normal(1, 13) > 0, None, False, True,
+            *(sums if with_state else (None, None, None)), with_state, "auto",
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_opcheck_attend_backward(causal: bool) -> None:
+    q, k, v = inputs(13, (2, 3), 13, 5, 7, grad=True)
+    out = linear_attention(q, k, v, causal=causal).detach()
+    state = (None, None, None)
+    torch.library.opcheck(
+        torch.ops.linattn.attend_backward.default,
+        (
+            normal(1, 2, 3, 13, 7).requires_grad_(), None, None, q, k, v, out, "elu1", 1e-6, causal,
+            None, None, False, True, *state, *state,
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["elu1", "exp"])
+def test_opcheck_in_place(name: str) -> None:
+    q, k, v = inputs(14, (2, 3), 1, 5, 7)
+    state = State.of(k, v, name)
+    sums = (state.kv, state.k_sum, state.log_scale)
+    torch.library.opcheck(torch.ops.linattn.absorb_.default, (*sums, k, v, name, None))
+    torch.library.opcheck(
+        torch.ops.linattn.step_.default, (*sums, q, k, v, name, 1e-6, False, True)
+    )
