@@ -15,6 +15,7 @@ __all__ = [
     "dtype",
     "fit",
     "is_integer",
+    "joint_shape",
     "mask",
     "name_of",
     "promoted",
@@ -112,3 +113,10 @@ def is_integer(dtype: torch.dtype) -> bool:
 def _is_readable(x: Tensor) -> bool:
     """Whether it holds numbers: while torch traces it doesn't."""
     return type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta"
+
+
+def joint_shape(first: Any, *others: Any) -> tuple[int, ...]:
+    """What shapes broadcast to. torch.broadcast_shapes takes 20 microseconds, equal ones or not."""
+    if all(other == first for other in others):
+        return tuple(first)
+    return tuple(torch.broadcast_shapes(first, *others))  # type: ignore[no-untyped-call]

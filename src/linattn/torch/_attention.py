@@ -1,6 +1,6 @@
 """`linear_attention` and `softmax_attention` of tensors: checks, and the choice of a road.
 
-Three roads lead to the same numbers:
+Four roads lead to the same numbers:
 
 - direct: nothing differentiates, traces or intercepts, and the tensors lie in this machine's
   memory; the compiled core is called without torch's dispatcher
@@ -14,16 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from .. import _check, feature_maps
 from ..backends import native
 from ..feature_maps import FeatureMap
-from . import _arguments, _composite, _direct, _ops
+from . import _arguments, _direct, _eager
 from ._composite import Sums
+from ._roads import attend, into, mapped
+from ._state import TensorState
 
-__all__ = ["attend", "into", "linear_attention", "mapped", "softmax_attention"]
+__all__ = ["linear_attention", "softmax_attention"]
 
 _INFINITY = float("inf")
 _FUSED: dict[Any, FeatureMap] = {None: feature_maps.elu1}
@@ -51,18 +52,18 @@ def linear_attention(
     out: Tensor | None,
 ) -> Any:
     """`linattn.linear_attention`, which documents the arguments."""
-    from ._state import TensorState
-
     # Straight to the compiled core, which takes a call only if everything fits.
     if _calm():
         try:
             found = _FUSED.get(feature_map)
             grad = torch.is_grad_enabled()
+            # Gradients of q, k and v alone have a short road too.
+            wanted = grad and (q.requires_grad or k.requires_grad or v.requires_grad)
             if (
                 found is not None
-                and _plain(q, grad)
-                and _plain(k, grad)
-                and _plain(v, grad)
+                and _plain(q, False)
+                and _plain(k, False)
+                and _plain(v, False)
                 and (key_mask is None or _plain(key_mask, grad))
                 and (eps is None or (type(eps) is float and 0.0 <= eps < _INFINITY))
                 and (order != "quadratic" or not (causal or return_state or state is not None))
@@ -75,19 +76,26 @@ def linear_attention(
                         and state._plain(grad)
                     )
                 )
-                and (out is None or (_plain(out, grad) and not out.requires_grad))
+                and (out is None or (_plain(out, grad) and not out.requires_grad and not wanted))
+                and not (wanted and isinstance(cu_seqlens, (list, tuple)))
             ):
-                result = native.attend(
-                    q, k, v, found.kernel, found.eps if eps is None else eps, causal, key_mask,
-                    cu_seqlens, enable_gqa, normalize,
-                    None if state is None else (state.kv, state.k_sum, state.log_scale),
-                    return_state, order, out,
-                )  # fmt: skip
+                number = found.eps if eps is None else eps
+                sums = None if state is None else (state.kv, state.k_sum, state.log_scale)
+                if wanted:
+                    result = _eager.attend(
+                        q, k, v, found.kernel, number, causal, key_mask, cu_seqlens, enable_gqa,
+                        normalize, sums, return_state, order,
+                    )  # fmt: skip
+                else:
+                    result = native.attend(
+                        q, k, v, found.kernel, number, causal, key_mask, cu_seqlens, enable_gqa,
+                        normalize, sums, return_state, order, out,
+                    )  # fmt: skip
                 if result is not None:
                     if return_state:
                         return result[0], TensorState(*result[1:], found, q.dtype)
                     return result
-        except TypeError:  # an unhashable callable, or a flag that is no bool
+        except (TypeError, AttributeError):  # an unhashable callable, a flag or array that is none
             pass
     found = feature_maps.get(feature_map)
     number = _check.eps(eps, found.eps)
@@ -136,81 +144,6 @@ def linear_attention(
         return answer
     assert after is not None
     return answer, TensorState(*after, found, kind)
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, kernel: str, eps: float, causal: bool, mask: Tensor | None,
-    cuts: Tensor | None, enable_gqa: bool, normalize: bool, sums: Sums | None,
-    return_state: bool, order: str,
-) -> tuple[Tensor, Sums | None]:  # fmt: skip
-    """The operator, or the composite where torch can't differentiate an operator."""
-    if transformed():
-        return _composite.attend(
-            q, k, v, kernel, eps, causal, mask, cuts, enable_gqa, normalize, sums, return_state
-        )
-    keep = return_state or _worth_keeping(q, k, v, sums, order)
-    kv, k_sum, log_scale = sums or (None, None, None)
-    out, *after = _ops.attend(
-        q, k, v, kernel, eps, causal, mask, cuts, enable_gqa, normalize, kv, k_sum, log_scale,
-        keep, order,
-    )  # fmt: skip
-    if not return_state:
-        return out, None
-    return out, Sums(after[0], after[1], after[2] if kernel == "exp" else None)
-
-
-def transformed() -> bool:
-    """Whether a transform of torch.func or a forward-mode derivative is in force."""
-    return torch._C._are_functorch_transforms_active() or (
-        forward_ad._current_level >= 0
-    )
-
-
-def _worth_keeping(q: Tensor, k: Tensor, v: Tensor, sums: Sums | None, order: str) -> bool:
-    """Whether the gradient gets the state after all keys, or sums them up once more.
-
-    It is kept where it is small beside the inputs, that memory beyond these stays some per cent.
-    """
-    if order == "quadratic" or not torch.is_grad_enabled():
-        return False
-    if torch.compiler.is_compiling():  # sizes may be symbols, and a choice would bind them
-        return False
-    given = (q, k, v, *(() if sums is None else sums[:2]))
-    if not any(x.requires_grad for x in given):
-        return False
-    size = 8 * k.shape[-1] * (v.shape[-1] + 1)
-    for d in torch.broadcast_shapes(k.shape[:-2], v.shape[:-2]):
-        size *= d
-    inputs = sum(x.numel() for x in (q, k, v)) * q.element_size()
-    return 20 * size <= inputs
-
-
-def mapped(
-    found: FeatureMap, name: str, x: Tensor, v: Tensor, D: int | None
-) -> tuple[Tensor, Tensor]:
-    """What of the map is no kernel, applied."""
-    if found.project is None:
-        if D is not None:
-            _check.width(tuple(x.shape), D)
-        return x, v
-    made = found.project(x)
-    if not isinstance(made, Tensor):
-        raise _check.unfit(f"feature_map({name})", made, "a torch.Tensor back", None)
-    _arguments.dtype(f"feature_map({name})", made.dtype)
-    _check.rows(f"feature_map({name})", tuple(made.shape))
-    _check.feature_shape(name, tuple(made.shape), tuple(x.shape), D)
-    return made, v
-
-
-def into(out: Any, answer: Tensor, full: tuple[int, ...]) -> Tensor:
-    if not isinstance(out, Tensor):
-        raise _check.unfit("out", out, "a torch.Tensor", None)
-    if torch.is_grad_enabled() and (answer.requires_grad or out.requires_grad):
-        raise _check.no_out_with_gradient()
-    _check.out_matches(
-        (tuple(out.shape), out.dtype, out.device), (full, answer.dtype, answer.device), "torch"
-    )
-    return out.copy_(answer)
 
 
 def softmax_attention(

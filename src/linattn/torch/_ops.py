@@ -13,10 +13,20 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from . import _composite, _direct
+from . import _arguments, _composite, _direct
 from ._composite import Sums
 
-__all__ = ["absorb_", "absorb_in_torch", "attend", "step_", "step_in_torch"]
+__all__ = [
+    "absorb_",
+    "absorb_in_torch",
+    "attend",
+    "attend_backward",
+    "backward_cpu",
+    "gradients",
+    "keep",
+    "step_",
+    "step_in_torch",
+]
 
 _library = torch.library.Library("linattn", "DEF")  # kept: its end would remove the operators
 
@@ -91,15 +101,17 @@ def _four(out: Tensor, kv: Any, k_sum: Any, log_scale: Any) -> tuple[Tensor, ...
 
 def _held(k: Tensor, v: Tensor, kv: Tensor | None, packed: bool) -> tuple[int, ...]:
     """The batch shape of keys, values and a state."""
-    past = () if kv is None else kv.shape[1:-2] if packed else kv.shape[:-2]
-    return tuple(torch.broadcast_shapes(k.shape[:-2], v.shape[:-2], past))
+    if kv is None:
+        return _arguments.joint_shape(k.shape[:-2], v.shape[:-2])
+    past = kv.shape[1:-2] if packed else kv.shape[:-2]
+    return _arguments.joint_shape(k.shape[:-2], v.shape[:-2], past)
 
 
 def _lead(q: Tensor, held: tuple[int, ...], enable_gqa: bool) -> tuple[int, ...]:
     """The batch shape of the output."""
     if enable_gqa:
-        return (*torch.broadcast_shapes(q.shape[:-3], held[:-1]), q.shape[-3])
-    return tuple(torch.broadcast_shapes(q.shape[:-2], held))
+        return (*_arguments.joint_shape(q.shape[:-3], held[:-1]), q.shape[-3])
+    return _arguments.joint_shape(q.shape[:-2], held)
 
 
 def _attend_fake(*args: Any) -> tuple[Tensor, ...]:
@@ -122,21 +134,35 @@ def _attend_fake(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _attend_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, *call, kv, k_sum, log_scale, return_state, _ = inputs
+    out, *after = output
+    if not inputs[13]:  # return_state
+        after = [None, None, None]
+    elif inputs[3] != "exp":
+        after[2] = None
+    keep(ctx, inputs, out, after)
+
+
+def keep(ctx: Any, inputs: tuple[Any, ...], out: Tensor, after: Any) -> None:
+    """What the gradient will ask for; after: the state after all keys, or three times None."""
+    q, k, v, *call, kv, k_sum, log_scale, _, _ = inputs
     ctx.set_materialize_grads(False)
     key_mask, cuts = call[3], call[4]
-    out, *after = output
-    if not return_state:
-        after = [None, None, None]
-    elif call[0] != "exp":
-        after[2] = None
     ctx.call = (*call[:3], *call[5:])
     ctx.save_for_backward(q, k, v, out, key_mask, cuts, kv, k_sum, log_scale, *after)
 
 
-def _attend_grad(
-    ctx: Any, grad_out: Tensor | None, grad_kv: Tensor | None, grad_k_sum: Tensor | None, _: Any
-) -> tuple[Any, ...]:
+def _attend_grad(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    dq, dk, dv, dkv, dk_sum = gradients(ctx, *grads[:3], attend_backward)
+    return (
+        dq, dk, dv, None, None, None, None, None, None, None, dkv, dk_sum, None, None, None
+    )  # fmt: skip
+
+
+def gradients(
+    ctx: Any, grad_out: Tensor | None, grad_kv: Tensor | None, grad_k_sum: Tensor | None,
+    backward: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Those of q, k, v, kv and k_sum, from what was kept; backward: the operator, or its body."""
     q, k, v, out, key_mask, cuts, kv, k_sum, log_scale, *after = ctx.saved_tensors
     feature_map, eps, causal, enable_gqa, normalize = ctx.call
     if grad_out is None:
@@ -145,6 +171,8 @@ def _attend_grad(
         grad_kv = torch.zeros_like(after[0])
     if grad_k_sum is None and grad_kv is not None:
         grad_k_sum = torch.zeros_like(after[1])
+    if grad_kv is not None and grad_k_sum is not None:  # the core takes dense sums alone
+        grad_kv, grad_k_sum = grad_kv.contiguous(), grad_k_sum.contiguous()
     # Each element with a gradient of its own; torch adds those of what was expanded.
     held = _held(k, v, kv, cuts is not None)
     lead = _lead(q, held, enable_gqa)
@@ -161,17 +189,15 @@ def _attend_grad(
                 None if x is None else x.unflatten(0, (-1, *(1,) * missing))
                 for x in (kv, k_sum, log_scale)
             )
-        kv, k_sum = kv.expand(*held, *kv.shape[-2:]), k_sum.expand(*held, k_sum.shape[-1])
-        log_scale = None if log_scale is None else log_scale.expand(*held, log_scale.shape[-1])
-    dq, dk, dv, dkv, dk_sum = attend_backward(
+        kv = kv.expand(*held, *kv.shape[-2:]).contiguous()
+        k_sum = k_sum.expand(*held, k_sum.shape[-1]).contiguous()
+        if log_scale is not None:
+            log_scale = log_scale.expand(*held, log_scale.shape[-1]).contiguous()
+    dq, dk, dv, dkv, dk_sum = backward(
         grad_out, grad_kv, grad_k_sum, q, k, v, out, feature_map, eps, causal, key_mask, cuts,
         enable_gqa, normalize, kv, k_sum, log_scale, *after,
     )  # fmt: skip
-    if kv is None:
-        dkv = dk_sum = None
-    return (
-        dq, dk, dv, None, None, None, None, None, None, None, dkv, dk_sum, None, None, None
-    )  # fmt: skip
+    return (dq, dk, dv, None, None) if kv is None else (dq, dk, dv, dkv, dk_sum)
 
 
 # attend_backward
@@ -194,7 +220,7 @@ def _backward(
     )  # fmt: skip
 
 
-def _backward_cpu(*args: Any) -> tuple[Tensor, ...]:
+def backward_cpu(*args: Any) -> tuple[Tensor, ...]:
     *call, kv, k_sum, log_scale, after_kv, after_k_sum, after_log_scale = args
     before = None if kv is None else (kv, k_sum, log_scale)
     after = None if after_kv is None else (after_kv, after_k_sum, after_log_scale)
@@ -342,7 +368,7 @@ def _step_fake(*args: Any) -> Tensor:
 def _register() -> None:
     for name, everywhere, cpu, fake in (
         ("attend", _attend, _attend_cpu, _attend_fake),
-        ("attend_backward", _backward, _backward_cpu, _backward_fake),
+        ("attend_backward", _backward, backward_cpu, _backward_fake),
         ("absorb_", absorb_in_torch, _absorb_cpu, _absorb_fake),
         ("step_", step_in_torch, _step_cpu, _step_fake),
     ):

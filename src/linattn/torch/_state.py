@@ -11,8 +11,8 @@ from torch import Tensor
 from .. import State, _check, feature_maps
 from ..backends import native
 from . import _arguments, _composite, _direct, _ops
-from ._attention import attend, into, mapped, transformed
 from ._composite import EMPTY, Sums
+from ._roads import attend, into, mapped, transformed
 
 __all__ = ["TensorState"]
 

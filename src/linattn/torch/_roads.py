@@ -1,0 +1,87 @@
+"""The roads of a call that doesn't go straight to the core, and what they share.
+
+- eager: gradients without torch's dispatcher, see `_eager`
+- operator: `torch.ops.linattn.attend`, which torch differentiates, compiles and exports
+- composite: torch operations, for the transforms of torch.func and forward-mode derivatives
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .. import _check
+from ..feature_maps import FeatureMap
+from . import _arguments, _composite, _direct, _eager, _ops
+from ._composite import Sums
+
+__all__ = ["attend", "into", "mapped", "transformed"]
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, kernel: str, eps: float, causal: bool, mask: Tensor | None,
+    cuts: Tensor | None, enable_gqa: bool, normalize: bool, sums: Sums | None,
+    return_state: bool, order: str,
+) -> tuple[Tensor, Sums | None]:  # fmt: skip
+    """The operator, or the composite where torch can't differentiate an operator."""
+    if transformed():
+        return _composite.attend(
+            q, k, v, kernel, eps, causal, mask, cuts, enable_gqa, normalize, sums, return_state
+        )
+    given = (q, k, v, *(() if sums is None else sums[:2]))
+    if (
+        torch.is_grad_enabled()
+        and _direct.calm()
+        and any(x.requires_grad for x in given)
+        and all(_direct.plain(x, False) for x in given)
+    ):
+        made = _eager.attend(
+            q, k, v, kernel, eps, causal, mask, cuts, enable_gqa, normalize, sums, return_state,
+            order,
+        )  # fmt: skip
+        if made is not None:
+            return (made[0], Sums(*made[1:])) if return_state else (made, None)
+    kv, k_sum, log_scale = sums or (None, None, None)
+    out, *after = _ops.attend(
+        q, k, v, kernel, eps, causal, mask, cuts, enable_gqa, normalize, kv, k_sum, log_scale,
+        return_state, order,
+    )  # fmt: skip
+    if not return_state:
+        return out, None
+    return out, Sums(after[0], after[1], after[2] if kernel == "exp" else None)
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func or a forward-mode derivative is in force."""
+    return torch._C._are_functorch_transforms_active() or (forward_ad._current_level >= 0)
+
+
+def mapped(
+    found: FeatureMap, name: str, x: Tensor, v: Tensor, D: int | None
+) -> tuple[Tensor, Tensor]:
+    """What of the map is no kernel, applied."""
+    if found.project is None:
+        if D is not None:
+            _check.width(tuple(x.shape), D)
+        return x, v
+    made = found.project(x)
+    if not isinstance(made, Tensor):
+        raise _check.unfit(f"feature_map({name})", made, "a torch.Tensor back", None)
+    _arguments.dtype(f"feature_map({name})", made.dtype)
+    _check.rows(f"feature_map({name})", tuple(made.shape))
+    _check.feature_shape(name, tuple(made.shape), tuple(x.shape), D)
+    return made, v
+
+
+def into(out: Any, answer: Tensor, full: tuple[int, ...]) -> Tensor:
+    if not isinstance(out, Tensor):
+        raise _check.unfit("out", out, "a torch.Tensor", None)
+    if torch.is_grad_enabled() and (answer.requires_grad or out.requires_grad):
+        raise _check.no_out_with_gradient()
+    _check.out_matches(
+        (tuple(out.shape), out.dtype, out.device), (full, answer.dtype, answer.device), "torch"
+    )
+    return out.copy_(answer)
