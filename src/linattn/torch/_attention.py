@@ -93,7 +93,8 @@ def linear_attention(
                     )  # fmt: skip
                 if result is not None:
                     if return_state:
-                        return result[0], TensorState(*result[1:], found, q.dtype)
+                        answer, *after = result
+                        return answer, TensorState(after[0], after[1], after[2], found, q.dtype)
                     return result
         except (TypeError, AttributeError):  # an unhashable callable, a flag or array that is none
             pass

@@ -13,7 +13,8 @@ and carry no gradient: exp(x) = m 2^n has the derivative m 2^n, which is that of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +45,13 @@ class Sums(NamedTuple):
     kv: Tensor
     k_sum: Tensor
     log_scale: Tensor | None
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Sums:
+        return Sums(
+            change(self.kv),
+            change(self.k_sum),
+            None if self.log_scale is None else change(self.log_scale),
+        )
 
 
 class Rows(NamedTuple):
@@ -175,7 +183,7 @@ def merge(a: Sums, b: Sums) -> Sums:
 class _Part(NamedTuple):
     """One sequence: arrays whose leading axes broadcast."""
 
-    index: int
+    sequence: int
     rows: slice
     q: Tensor
     k: Tensor
@@ -225,7 +233,7 @@ class _Call:
             else:
                 before = self.state
                 if self.packed:
-                    before = Sums(*(None if x is None else x[i] for x in before))
+                    before = before.each(itemgetter(i))
                 if before.log_scale is not None:
                     before = before._replace(log_scale=before.log_scale.to(torch.int64))
             q, k, v, mask = self.q, self.k, self.v, self.mask
@@ -266,7 +274,7 @@ class _Call:
 
     def sums_of(self, sums: Sums, part: _Part) -> Sums:
         if self.packed:
-            sums = Sums(*(None if x is None else x[part.index] for x in sums))
+            sums = sums.each(lambda x: x[part.sequence])
         if self.grouped:
             kv, k_sum, scale = sums
             scale = None if scale is None else scale.unsqueeze(-2)
@@ -294,8 +302,8 @@ class _Call:
             scale = None if scale is None else scale.expand(*shape, D).to(torch.int32)
             made.append(Sums(kv, k_sum, scale))
         if not self.packed:
-            return Sums(*(None if x is None else x.contiguous() for x in made[0]))
-        kv, k_sum = (torch.stack([s[i] for s in made]) for i in (0, 1))
+            return made[0].each(lambda x: x.contiguous())
+        kv, k_sum = torch.stack([s.kv for s in made]), torch.stack([s.k_sum for s in made])
         scales = [s.log_scale for s in made if s.log_scale is not None]
         return Sums(kv, k_sum, torch.stack(scales) if scales else None)
 
@@ -344,8 +352,8 @@ def _forward(
             sums = _added(sums, *_keys(part, kernel, rows))
         if part.q.shape[-2]:
             for rows in _chunks(part.q.shape[-2], _block(part)):
-                w, power = _queries(_features(part.q[..., rows, :], kernel), sums)
-                put(rows, w @ sums.kv, _dot(w, sums.k_sum), power)
+                asked, power = _queries(_features(part.q[..., rows, :], kernel), sums)
+                put(rows, asked @ sums.kv, _dot(asked, sums.k_sum), power)
     if out is not None:
         return out, sums
     if not done:
@@ -417,7 +425,7 @@ def _backward(
             take(rows, _dot(w, sums.k_sum) + scores.sum(-1, keepdim=True), at)
             dnum, dden = upstream(rows)
             slopes = pairs.lower(dnum @ _finite(values).mT + dden)
-            inside = pairs.to_queries(slopes)
+            inside: Tensor | float = pairs.to_queries(slopes)
         else:
             queries = _features(part.q[..., rows, :], kernel)
             w, at = _queries(queries, sums)

@@ -37,8 +37,9 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         again = torch.is_grad_enabled()  # the gradient is to be differentiated itself
         backward = _ops.attend_backward if again else _ops.backward_cpu
-        three = (*grads, None, None)[:3]
-        return (*_ops.gradients(ctx, *three, backward), None, None, None)
+        grad_out, grad_kv, grad_k_sum, *_ = (*grads, None, None)
+        five = _ops.gradients(ctx, grad_out, grad_kv, grad_k_sum, backward)
+        return (*five, None, None, None)
 
 
 def attend(
@@ -63,7 +64,7 @@ def attend(
         q, k, v, feature_map, eps, causal, key_mask, cu_seqlens, enable_gqa, normalize,
         kv, k_sum, log_scale, keep, order,
     )  # fmt: skip
-    return _Attend.apply(q, k, v, kv, k_sum, four, return_state, inputs)  # type: ignore[no-untyped-call]
+    return _Attend.apply(q, k, v, kv, k_sum, four, return_state, inputs)
 
 
 def _worth_keeping(q: Tensor, k: Tensor, v: Tensor, causal: bool, order: str) -> bool:

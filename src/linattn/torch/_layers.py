@@ -487,7 +487,7 @@ def refuse_zero_attn(add_zero_attn: bool) -> None:
         )
 
 
-def _packed(x: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+def _packed(x: Any) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
     """(total, E), cu_seqlens, and the way back to a nested tensor like x."""
     if x.layout == torch.jagged and x.lengths() is None:
         # The same offsets and not equal ones: that makes sums with x allowed.
@@ -498,8 +498,6 @@ def _packed(x: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
     cuts = torch.tensor([0, *lengths]).cumsum(0)
 
     def nest(out: Tensor) -> Tensor:
-        return cast(
-            Tensor, torch.nested.as_nested_tensor(list(out.split(lengths)), layout=x.layout)
-        )
+        return torch.nested.as_nested_tensor(list(out.split(lengths)), layout=x.layout)
 
     return torch.cat(parts), cuts, nest

@@ -134,12 +134,11 @@ def _attend_fake(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _attend_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    out, *after = output
+    out, kv, k_sum, log_scale = output
     if not inputs[13]:  # return_state
-        after = [None, None, None]
-    elif inputs[3] != "exp":
-        after[2] = None
-    keep(ctx, inputs, out, after)
+        keep(ctx, inputs, out, (None, None, None))
+    else:
+        keep(ctx, inputs, out, (kv, k_sum, log_scale if inputs[3] == "exp" else None))
 
 
 def keep(ctx: Any, inputs: tuple[Any, ...], out: Tensor, after: Any) -> None:
@@ -152,7 +151,8 @@ def keep(ctx: Any, inputs: tuple[Any, ...], out: Tensor, after: Any) -> None:
 
 
 def _attend_grad(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    dq, dk, dv, dkv, dk_sum = gradients(ctx, *grads[:3], attend_backward)
+    grad_out, grad_kv, grad_k_sum, _ = grads
+    dq, dk, dv, dkv, dk_sum = gradients(ctx, grad_out, grad_kv, grad_k_sum, attend_backward)
     return (
         dq, dk, dv, None, None, None, None, None, None, None, dkv, dk_sum, None, None, None
     )  # fmt: skip
@@ -231,7 +231,7 @@ def backward_cpu(*args: Any) -> tuple[Tensor, ...]:
     return _five(call[3], *result)
 
 
-def _five(q: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dkv: Any, dk_sum: Any) -> Any:
+def _five(q: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dkv: Any, dk_sum: Any) -> tuple[Any, ...]:
     return (
         dq,
         dk,
@@ -243,8 +243,8 @@ def _five(q: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dkv: Any, dk_sum: Any) 
 
 def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
     q, k, v, kv, k_sum = *args[3:6], *args[14:16]
-    made = [None if x is None else x.new_empty(x.shape) for x in (q, k, v, kv, k_sum)]
-    return _five(q, *made)  # type: ignore[no-any-return]
+    made: list[Any] = [None if x is None else x.new_empty(x.shape) for x in (q, k, v, kv, k_sum)]
+    return _five(q, *made)
 
 
 _DIFFERENTIABLE = (0, 1, 2, 3, 4, 5, 14, 15)  # grad_out, grad_kv, grad_k_sum, q, k, v, kv, k_sum
@@ -356,13 +356,13 @@ def _step_cpu(*args: Any) -> Tensor:
     if result is None:
         backends.declined("step")
         return step_in_torch(*args)
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 def _step_fake(*args: Any) -> Tensor:
     kv, q, enable_gqa = args[0], args[3], args[8]
     held = tuple(kv.shape[:-2])
-    return q.new_empty((*_lead(q, held, enable_gqa), q.shape[-2], kv.shape[-1]))  # type: ignore[no-any-return]
+    return q.new_empty((*_lead(q, held, enable_gqa), q.shape[-2], kv.shape[-1]))
 
 
 def _register() -> None:

@@ -352,7 +352,7 @@ class TensorState(State):
     @property
     def device(self) -> torch.device:
         """Where the sums are."""
-        return self.kv.device  # type: ignore[no-any-return]
+        return self.kv.device
 
     @property
     def _sums(self) -> Sums:
