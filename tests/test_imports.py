@@ -28,7 +28,7 @@ ALLOWED = {
     "plan": set(),
     "reference": set(),
     "fronts": {"torch"},
-    "feature_maps": {"fronts"},
+    "feature_maps": {"feature_maps", "fronts"},
     "_check": set(),
     "backends": {"backends", "feature_maps"},
     "state": {"plan", "feature_maps", "fronts", "_check", "backends"},

@@ -513,6 +513,29 @@ class State:
             self.dtype,
         )
 
+    def at(self, positions: Any) -> State:
+        """The same state, not a copy, for rows that stand there: ``feature_map.at(positions)``.
+
+        For maps that depend on position, such as `cosformer`. What the result absorbs, this state
+        has absorbed too.
+
+        Examples
+        --------
+        >>> from linattn import feature_maps
+        >>> state = State.zeros((), 8, 4, feature_maps.cosformer(100))
+        >>> row = np.ones((1, 4), np.float32)
+        >>> _ = state.at([3]).absorb(row, row)
+        >>> bool(state.k_sum.any())
+        True
+        """
+        place = getattr(self.feature_map, "at", None)
+        if place is None:
+            raise ValueError(
+                f"positions: expected a state of a map that depends on position, got one of "
+                f"{self.feature_map.name!r}; leave out .at(...)"
+            )
+        return State(self.kv, self.k_sum, self.log_scale, place(positions), self.dtype)
+
     def _positions(self, index: Any) -> Any:
         batch = self.batch_shape
         return np.arange(int(np.prod(batch, dtype=np.int64))).reshape(batch)[index]
@@ -609,7 +632,10 @@ class State:
 
 def _by_name(found: FeatureMap) -> bool:
     """Whether the name alone brings the map back."""
-    return found.name in feature_maps.names() and feature_maps.get(found.name) == found
+    try:
+        return feature_maps.get(found.name) == found
+    except ValueError:
+        return False
 
 
 def _aligned_zeros(shape: tuple[int, ...]) -> np.ndarray:

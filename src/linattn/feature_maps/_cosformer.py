@@ -1,0 +1,95 @@
+"""cosFormer: relu with a cosine of the distance between positions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ._base import Array, Family, concatenate, constant, namespace, wide
+
+__all__ = ["Cosformer"]
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Cosformer(Family, label="cosformer"):
+    r"""relu, weighed by how far apart query and key stand.
+
+    ::
+
+        phi(x_i) = (relu(x) cos(a_i), relu(x) sin(a_i))        a_i = pi i / (2 length),  D = 2 d_k
+        phi(q_i) . phi(k_j) = relu(q) . relu(k) cos(pi (i - j) / (2 length))
+
+    length:
+        M of the paper: positions are 0 ... length. Between them the cosine is not negative.
+    positions:
+        where the rows stand; see `at`
+
+    The map depends on position, and a row doesn't say where it stands: `at` does, for as many rows
+    as the next call has. ``state.at(positions)`` does it for a state. The authors' code takes the
+    length of each batch for M, so that the same tokens weigh differently in a longer sequence, and
+    nothing can be streamed; here M is a parameter.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import State, linear_attention
+    >>> cosformer = Cosformer(100)
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 12, 4))
+    >>> whole = linear_attention(q, k, v, cosformer.at(range(12)), causal=True)
+    >>> state = State.zeros((), cosformer.width(4), 4, cosformer, np.float64)
+    >>> rows = [state.at([t]).step(q[t:t+1], k[t:t+1], v[t:t+1]) for t in range(12)]
+    >>> bool(np.allclose(np.concatenate(rows), whole))
+    True
+
+    Source: Qin et al. 2022, "cosFormer: Rethinking Softmax in Attention", eq. 10 and its code.
+    """
+
+    length: int = 4096
+    positions: Any = field(default=None, compare=False)
+
+    kernel = "relu"  # relu(x) c = relu(x c) for c >= 0
+    nonnegative = True
+    positional = True
+    computes = "relu(q_i) . relu(k_j) cos(pi (i - j) / (2 length))"
+    paper = "arXiv 2202.08791"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.length, int) or self.length < 1:
+            raise ValueError(f"length: expected an integer >= 1, got {self.length!r}")
+
+    def at(self, positions: Any) -> Cosformer:
+        """The same map for rows that stand there.
+
+        positions: integers 0 ... length, as many as rows, or of any shape that broadcasts against
+        the leading axes and positions of q and k; a range will do
+        """
+        if isinstance(positions, range):
+            positions = list(positions)
+        return replace(self, positions=positions)
+
+    def width(self, d_k: int) -> int:
+        return 2 * d_k
+
+    def project(self, x: Array) -> Array:
+        xp = namespace(x)
+        x = wide(xp, x)
+        if self.positions is None:
+            raise ValueError(
+                "positions: cosformer needs to know where rows stand, got none; pass "
+                "feature_map.at(range(n)), or state.at(positions) for a state"
+            )
+        where = constant(xp, self.positions, x)
+        if where.shape[-1:] not in ((1,), (x.shape[-2],)):
+            raise ValueError(
+                f"positions: expected one for each of {x.shape[-2]} rows, got shape "
+                f"{tuple(where.shape)}"
+            )
+        if not bool(((where >= 0) & (where <= self.length)).all()):
+            raise ValueError(
+                f"positions: expected 0 to length = {self.length}, beyond which weights would be "
+                "negative; make the map with a larger length"
+            )
+        angle = (where * (math.pi / (2 * self.length)))[..., None]
+        # cos(pi / 2) is a rounding away from 0, on either side of it.
+        return concatenate(xp, [x * xp.clip(xp.cos(angle), 0, None), x * xp.sin(angle)])

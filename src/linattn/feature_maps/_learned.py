@@ -1,0 +1,184 @@
+"""Maps with weights that are learned: Hedgehog, T2R, and a projection as in Performers.
+
+They take weights as arrays, of any library; training them is `linattn.torch`'s business.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from ._base import Array, Family, concatenate, constant, namespace, wide
+from ._elementwise import log_softmax
+from ._random import scaled
+
+__all__ = ["T2R", "Hedgehog", "PerformerLearned"]
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Learned(Family):
+    """A family with a linear layer: x -> W x + b.
+
+    weight:
+        W, (features, d_k), or (heads, features, d_k) for heads of their own, on the third axis
+        from the end of q and k
+    bias:
+        b, (features,) or (heads, features); None: there is none
+    """
+
+    weight: Any = None
+    bias: Any = None
+
+    learned = True
+
+    def __post_init__(self) -> None:
+        shape = getattr(self.weight, "shape", None)
+        if shape is None or len(shape) < 2:
+            raise ValueError(
+                "weight: expected an array (features, d_k) or (heads, features, d_k), got "
+                f"{type(self.weight).__name__ if shape is None else tuple(shape)}"
+            )
+        if self.bias is not None and tuple(self.bias.shape) != tuple(shape[:-1]):
+            raise ValueError(
+                f"bias: expected shape {tuple(shape[:-1])} as weight has rows, got "
+                f"{tuple(self.bias.shape)}"
+            )
+
+    def width(self, d_k: int) -> int:
+        return int(self.weight.shape[-2])
+
+    def layer(self, xp: Any, x: Array) -> Array:
+        """W x + b."""
+        if x.shape[-1] != self.weight.shape[-1]:
+            raise ValueError(
+                f"weight: expected {x.shape[-1]} columns as q and k have features, got shape "
+                f"{tuple(self.weight.shape)}"
+            )
+        y = x @ constant(xp, self.weight, x).swapaxes(-1, -2)
+        return y if self.bias is None else y + constant(xp, self.bias, x)[..., None, :]
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Hedgehog(Learned, label="hedgehog"):
+    r"""exp of a learned layer and of its opposite.
+
+    ::
+
+        z = W x + b                                            D = 2 features
+
+        phi(x) = (exp(z), exp(-z))                             normalise=None
+        phi(x) = (softmax(z), softmax(-z))                     normalise="halves"
+        phi(x) = softmax(z, -z)                                normalise="joint"
+
+    weight, bias:
+        W: (features, d_k), the identity at the start of training, and b
+    normalise:
+        the paper writes the first. Code in circulation has the other two, which differ from it and
+        from each other: the authors' later code normalises each half, other implementations both
+        together (with 2 z for z). They weigh keys differently, so weights trained for one don't
+        serve another.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x = np.log(np.array([[2.0, 3.0]]))
+    >>> Hedgehog(np.eye(2))(x).round(3).tolist()
+    [[2.0, 3.0, 0.5, 0.333]]
+    >>> Hedgehog(np.eye(2), normalise="halves")(x).round(3).tolist()
+    [[0.4, 0.6, 0.6, 0.4]]
+
+    Source: Zhang et al. 2024, "The Hedgehog & the Porcupine: Expressive Linear Attentions with
+    Softmax Mimicry", section 4.2.
+    """
+
+    normalise: str | None = None
+
+    kernel = "exp"
+    nonnegative = True
+    computes = "2 sum_f cosh(z_f(q) + z_f(k)), where nothing is normalised"
+    paper = "arXiv 2402.04347"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.normalise not in (None, "halves", "joint"):
+            raise ValueError(
+                f"normalise: expected None, 'halves' or 'joint', got {self.normalise!r}"
+            )
+
+    def width(self, d_k: int) -> int:
+        return 2 * super().width(d_k)
+
+    def project(self, x: Array) -> Array:
+        xp = namespace(x)
+        z = self.layer(xp, wide(xp, x))
+        if self.normalise == "halves":
+            return concatenate(xp, [log_softmax(z), log_softmax(-z)])
+        both = concatenate(xp, [z, -z])
+        return both if self.normalise is None else log_softmax(both)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class T2R(Learned, label="t2r"):
+    r"""relu of a learned layer.
+
+    ::
+
+        phi(x) = max(W x + b, 0)                               D = features
+
+    Rows whose features are all 0 give 0.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> T2R(np.array([[1.0, 1.0]]), np.array([-1.0]))(np.array([[2.0, 3.0], [0.0, 0.5]])).tolist()
+    [[4.0], [0.0]]
+
+    Source: Kasai et al. 2021, "Finetuning Pretrained Transformers into RNNs", section 2.2.
+    """
+
+    kernel = "relu"
+    nonnegative = True
+    computes = "max(W q + b, 0) . max(W k + b, 0)"
+    paper = "arXiv 2103.13076"
+
+    def project(self, x: Array) -> Array:
+        xp = namespace(x)
+        return self.layer(xp, wide(xp, x))
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class PerformerLearned(Learned, label="performer_learned"):
+    r"""Positive features as of `favor`, along learned directions.
+
+    ::
+
+        phi(x) = exp(W y + b - |y|^2 / 2) / sqrt(D)            y = scale x,  D = features
+
+    With W drawn from N(0, I) and no b it is `favor`, which is where training starts.
+
+    scale:
+        of q and of k; None is d_k^(-1/4)
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> found = PerformerLearned(np.array([[1.0, 0.0]]), scale=1.0)
+    >>> found(np.array([[2.0, 0.0]])).tolist()                 # exp(2 - 2)
+    [[1.0]]
+
+    Source: Choromanski et al. 2020, "Rethinking Attention with Performers", with W a parameter.
+    """
+
+    scale: float | None = None
+
+    kernel = "exp"
+    nonnegative = True
+    computes = "sum_f exp(w_f . (q + k) + 2 b_f - (|q|^2 + |k|^2) / 2) / D, scaled"
+    paper = "arXiv 2009.14794"
+
+    def project(self, x: Array) -> Array:
+        xp = namespace(x)
+        y = scaled(xp, x, self.scale)
+        along = self.layer(xp, y)
+        return along - ((y * y).sum(-1)[..., None] + math.log(along.shape[-1])) / 2

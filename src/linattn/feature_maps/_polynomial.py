@@ -1,0 +1,302 @@
+"""Polynomials of q . k: Taylor expansions of exp, powers, and sketches of powers.
+
+The first two have a closed form, kappa(q . k), that costs d_k a score where the features cost D.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ._base import Array, Family, concatenate, constant, namespace
+from ._random import Drawn, scaled
+
+__all__ = ["Polynomial", "PolynomialSketch", "Taylor"]
+
+
+def powers(xp: Any, x: Array, degree: int, packed: bool) -> list[Array]:
+    """[x, x (x) x, ...] up to a degree, each flat: phi(q) . phi(k) = (q . k)^p for the p-th.
+
+    packed: equal products of a symmetric power once, times the root of their number
+    """
+    found = [x]
+    d = x.shape[-1]
+    if not packed:
+        for _ in range(degree - 1):
+            outer = found[-1][..., :, None] * x[..., None, :]
+            found.append(outer.reshape((*x.shape[:-1], outer.shape[-2] * d)))
+        return found
+    # Products x_i ... x_j with rising indices: those that begin with x_i are x_i times the products
+    # one shorter that begin with x_i or later, which stand together at the end.
+    plain = x
+    for p in range(2, degree + 1):
+        begins = [math.comb(d + p - 2, p - 1) - math.comb(d - i + p - 2, p - 1) for i in range(d)]
+        plain = concatenate(xp, [x[..., i : i + 1] * plain[..., begins[i] :] for i in range(d)])
+        found.append(plain * constant(xp, roots(d, p), x))
+    return found
+
+
+@functools.lru_cache(maxsize=32)
+def roots(d: int, p: int) -> Array:
+    """Of how many of the d^p products are equal, for each that is kept."""
+    counts = []
+    for chosen in itertools.combinations_with_replacement(range(d), p):
+        repeats = [len(list(run)) for _, run in itertools.groupby(chosen)]
+        counts.append(math.factorial(p) / math.prod(map(math.factorial, repeats)))
+    found = np.sqrt(np.array(counts))
+    found.flags.writeable = False
+    return found
+
+
+def _width(d: int, p: int, packed: bool) -> int:
+    return math.comb(d + p - 1, p) if packed else int(d**p)
+
+
+def _degree(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Taylor(Family, label="taylor"):
+    r"""The Taylor expansion of softmax's exp(q . k / sqrt(d_k)).
+
+    ::
+
+        phi(x) = (1, y, y (x) y / sqrt(2!), ...)               y = scale x
+        phi(q) . phi(k) = 1 + t + t^2 / 2! + ... + t^order / order!     t = scale^2 q . k
+
+    order:
+        where it ends; an even order makes every weight positive (the second at least 1/2)
+    packed:
+        y_i y_j and y_j y_i as one feature, sqrt(2) as large: the same weights from about half the
+        features, D = 1 + d_k + d_k (d_k + 1) / 2 rather than 1 + d_k + d_k^2 for order 2
+    scale:
+        of q and of k; None is d_k^(-1/4)
+
+    It is close to exp where |t| < 1, and grows as a power where exp does by factors.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> taylor = Taylor(scale=1.0)
+    >>> q, k = np.array([[1.0, 2.0]]), np.array([[0.5, -0.1]])
+    >>> (taylor(q) @ taylor(k).T).round(4).item(), 1 + 0.3 + 0.3**2 / 2
+    (1.345, 1.345)
+    >>> Taylor().width(64), Taylor(packed=False).width(64)
+    (2145, 4161)
+
+    Source: Arora et al. 2024, "Simple linear attention language models balance the
+    recall-throughput tradeoff" (Based), section 4.1; Zhang et al. 2024, section 4.
+    """
+
+    order: int = 2
+    packed: bool = True
+    scale: float | None = None
+
+    computes = "1 + t + t^2 / 2! + ... + t^order / order!,  t = scale^2 q . k"
+    paper = "arXiv 2402.18668"
+    closed_form = True  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        _degree("order", self.order)
+
+    @property
+    def averages(self) -> bool:
+        return self.order % 2 == 0
+
+    def width(self, d_k: int) -> int:
+        return 1 + sum(_width(d_k, p, self.packed) for p in range(1, self.order + 1))
+
+    def project(self, x: Array) -> Array:
+        xp = namespace(x)
+        y = scaled(xp, x, self.scale)
+        parts = powers(xp, y, self.order, self.packed)
+        return concatenate(
+            xp,
+            [xp.ones_like(y[..., :1]), y]
+            + [part * math.factorial(p) ** -0.5 for p, part in enumerate(parts[1:], 2)],
+        )
+
+    def prepare(self, x: Array) -> Array:
+        """The rows whose products `kappa` takes."""
+        return scaled(namespace(x), x, self.scale)
+
+    def kappa(self, t: Array) -> Array:
+        """phi(q) . phi(k) from the product of prepared rows, number by number."""
+        found = t * (1 / self.order) + 1
+        for p in range(self.order - 1, 0, -1):  # 1 + t/1 (1 + t/2 (1 + ...))
+            found = found * t
+            if p > 1:
+                found = found * (1 / p)
+            found = found + 1
+        return found
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Polynomial(Family, label="polynomial"):
+    r"""A power of q . k.
+
+    ::
+
+        phi(q) . phi(k) = (scale^2 q . k + offset)^degree
+
+    degree:
+        of the power; an even one makes every weight >= 0
+    offset:
+        >= 0; with it lower powers take part too
+    packed:
+        equal products of features as one: D = C(d + degree - 1, degree) rather than d^degree,
+        where d is d_k, or d_k + 1 with an offset
+    scale:
+        of q and of k; None is d_k^(-1/4)
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> cube = Polynomial(3, offset=1.0, scale=1.0)
+    >>> q, k = np.array([[1.0, 2.0]]), np.array([[0.5, 0.25]])
+    >>> (cube(q) @ cube(k).T).round(6).item(), cube.width(2)
+    (8.0, 10)
+
+    Source: Kacham et al. 2023, "PolySketchFormer: Fast Transformers via Sketching Polynomial
+    Kernels", section 2.
+    """
+
+    degree: int = 2
+    offset: float = 0.0
+    packed: bool = True
+    scale: float | None = None
+
+    computes = "(scale^2 q . k + offset)^degree"
+    paper = "arXiv 2310.01655"
+    closed_form = True  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        _degree("degree", self.degree)
+        if not self.offset >= 0:
+            raise ValueError(f"offset: expected a number >= 0, got {self.offset!r}")
+
+    @property
+    def averages(self) -> bool:
+        return self.degree % 2 == 0
+
+    def width(self, d_k: int) -> int:
+        return _width(d_k + (self.offset > 0), self.degree, self.packed)
+
+    def project(self, x: Array) -> Array:
+        xp = namespace(x)
+        y = scaled(xp, x, self.scale)
+        if self.offset > 0:
+            y = concatenate(xp, [y, xp.ones_like(y[..., :1]) * math.sqrt(self.offset)])
+        return powers(xp, y, self.degree, self.packed)[-1]
+
+    def prepare(self, x: Array) -> Array:
+        """The rows whose products `kappa` takes."""
+        return scaled(namespace(x), x, self.scale)
+
+    def kappa(self, t: Array) -> Array:
+        """phi(q) . phi(k) from the product of prepared rows, number by number."""
+        base = t + self.offset if self.offset > 0 else t
+        found = base
+        for bit in bin(self.degree)[3:]:  # the leading one is `base`
+            found = found * found
+            if bit == "1":
+                found = found * base
+        return found
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class PolynomialSketch(Drawn, label="polynomial_sketch"):
+    r"""An estimate of a power of q . k by far fewer features (TensorSketch).
+
+    ::
+
+        C_p(y)_h = sum of s_p(i) y_i over the i with h_p(i) = h          p = 1 ... degree
+        phi(x)   = C_1(y) * ... * C_degree(y)                            circular convolution
+
+        E phi(q) . phi(k) = (scale^2 q . k + offset)^degree              y = (scale x, sqrt(offset))
+
+    with hashes h_p: features -> 0 ... m - 1 and signs s_p drawn from the seed.
+
+    degree, offset, scale:
+        as of `polynomial`
+    squared:
+        sketch half the degree and square the estimate, which makes every weight >= 0 as
+        PolySketchFormer does: phi'(x) = phi(x) (x) phi(x), packed. Its mean is above the power by
+        the variance of what is squared.
+    features:
+        m, the width of the sketch; D is m, or m (m + 1) / 2 where squared
+
+    Without `squared` the estimate is unbiased, but may be negative and a denominator near 0.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q, k = np.random.default_rng(0).standard_normal((2, 1, 16))
+    >>> draws = [PolynomialSketch(64, seed, scale=1.0) for seed in range(2000)]
+    >>> estimates = [(f(q) @ f(k).T).item() for f in draws]
+    >>> error = np.std(estimates) / len(draws) ** 0.5
+    >>> bool(abs(np.mean(estimates) - (q @ k.T).item() ** 2) < 3 * error)
+    True
+
+    Source: Pham and Pagh 2013, "Fast and Scalable Polynomial Kernels via Explicit Feature Maps";
+    squared: Kacham et al. 2023, "PolySketchFormer", section 2.3.
+    """
+
+    degree: int = 2
+    offset: float = 0.0
+    squared: bool = False
+    scale: float | None = None
+
+    approximates = "(scale^2 q . k + offset)^degree"
+    paper = "arXiv 2310.01655"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _degree("degree", self.degree)
+        if not self.offset >= 0:
+            raise ValueError(f"offset: expected a number >= 0, got {self.offset!r}")
+        if self.squared and self.degree % 2:
+            raise ValueError(f"degree: expected an even one with squared=True, got {self.degree}")
+
+    @property
+    def averages(self) -> bool:
+        return self.squared
+
+    def width(self, d_k: int) -> int:
+        return _width(self.features, 2, True) if self.squared else self.features
+
+    def project(self, x: Array) -> Array:
+        xp = namespace(x)
+        y = scaled(xp, x, self.scale)
+        if self.offset > 0:
+            y = concatenate(xp, [y, xp.ones_like(y[..., :1]) * math.sqrt(self.offset)])
+        count = self.degree // 2 if self.squared else self.degree
+        made = [
+            y @ constant(xp, count_sketch(self.seed, p, y.shape[-1], self.features), y)
+            for p in range(count)
+        ]
+        found = made[0]
+        if count > 1:  # the spectrum of a convolution is the product of spectra
+            spectrum = xp.fft.rfft(made[0])
+            for other in made[1:]:
+                spectrum = spectrum * xp.fft.rfft(other)
+            found = xp.fft.irfft(spectrum, self.features)
+            found = constant(xp, found, y)  # older NumPy transforms in float64
+        return powers(xp, found, 2, packed=True)[-1] if self.squared else found
+
+
+@functools.lru_cache(maxsize=64)
+def count_sketch(seed: int, p: int, d: int, m: int) -> Array:
+    """(d, m): a sign in one place of each row; read-only."""
+    rng = np.random.default_rng([seed, p, d, m])
+    found = np.zeros((d, m))
+    found[np.arange(d), rng.integers(m, size=d)] = rng.choice([-1.0, 1.0], size=d)
+    found.flags.writeable = False
+    return found
