@@ -9,9 +9,9 @@ import numpy as np
 from numpy import ndarray
 
 from . import _check, backends, feature_maps, fronts
-from .backends import native
+from .backends import closed, native
 from .feature_maps import FeatureMap
-from .plan import prefers_quadratic
+from .plan import prefers_one_chunk, prefers_quadratic
 from .state import State
 
 __all__ = ["linear_attention", "softmax_attention"]
@@ -282,6 +282,10 @@ def _attention(
             used |= {"state": state.kv, "the state's k_sum": state.k_sum}
         direct = _check.output(out, call.shape, kind, used)
     q, k, v = call.q, call.k, call.v
+    if found.closed_form:
+        result = _closed(found, q, k, v, number, causal, call, enable_gqa, normalize, state,
+                         return_state, linear, order, direct)  # fmt: skip
+        return _answered(result, found, kind, return_state, out, direct)
     if found.project is not None:
         k = _check.features("k", found.project(k), k, None if state is None else state.D)
         q = _check.features("q", found.project(q), q, k.shape[-1])
@@ -300,6 +304,53 @@ def _attention(
         q, k, v, found.kernel, number, causal, call.key_mask, call.cu_seqlens, enable_gqa,
         normalize, sums, return_state, order, direct if q.dtype == kind else None,
     )  # fmt: skip
+    return _answered(result, found, kind, return_state, out, direct)
+
+
+def _closed(
+    found: FeatureMap,
+    q: Array,
+    k: Array,
+    v: Array,
+    eps: float,
+    causal: bool,
+    call: _check.Attention,
+    enable_gqa: bool,
+    normalize: bool,
+    state: State | None,
+    return_state: bool,
+    linear: bool,
+    order: str,
+    out: Array | None,
+) -> Any:
+    """A map with a closed form: its features are made a block at a time, if at all."""
+    n, d_k, d_v, D = q.shape[-2], k.shape[-1], v.shape[-1], found.width(k.shape[-1])
+    assert D is not None
+    sums = None
+    if state is not None:
+        _check.width((n, D), state.D)
+        sums = (state.kv, state.k_sum, state.log_scale)
+    if causal:
+        one = order == "auto" and state is None and not return_state
+        one = one and prefers_one_chunk(n, D, d_v, call.groups, d_k)
+        order = "quadratic" if one else "linear"
+    elif linear:
+        order = "linear"
+    elif order == "auto":
+        cheaper = prefers_quadratic(n, k.shape[-2], D, d_v, call.groups, d_k)
+        order = "quadratic" if cheaper else "linear"
+    if out is None:
+        out = np.empty(call.shape, dtype=call.dtype)
+    return closed.attend(
+        q, k, v, found, eps, causal, call.key_mask, call.cu_seqlens, enable_gqa, normalize, sums,
+        return_state, order, out,
+    )  # fmt: skip
+
+
+def _answered(
+    result: Any, found: FeatureMap, kind: Any, return_state: bool, out: Any, direct: Any
+) -> Any:
+    """What a backend gave, in the dtype promised and in the array given."""
     answer = result[0] if return_state else result
     if out is not None:
         if answer is not direct:

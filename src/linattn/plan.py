@@ -17,12 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Cost", "Plan", "plan", "prefers_quadratic"]
+__all__ = ["Cost", "Plan", "plan", "prefers_one_chunk", "prefers_quadratic"]
 
 Order = Literal["linear", "quadratic"]
 Form = Literal["parallel", "chunked", "recurrent"]
 
 _ORDERS = ("auto", "linear", "quadratic")
+_CHUNK, _CLOSED_CHUNK = 32, 256  # of the core, and of maps with a closed form
 _SUM_BYTES = 8  # the sums of a state are float64 whatever the input
 
 
@@ -59,6 +60,27 @@ def prefers_quadratic(
         width = D
     queries = groups * n_q
     return queries * n_k * (width + d_v) < (n_k + queries) * D * d_v
+
+
+def prefers_one_chunk(
+    n: int, D: int, d_v: int, groups: int, width: int, chunk: int = _CLOSED_CHUNK
+) -> bool:
+    """Whether the causal form of a map with a closed form is cheaper as one chunk, without a state.
+
+    ::
+
+        groups n (n + 1)/2 (width + d_v)  <  (1 + groups) n D d_v + what is inside the chunks
+
+    width:
+        operations/2 of a score: d_k
+
+    Examples
+    --------
+    >>> prefers_one_chunk(1024, 2145, 64, 1, 64), prefers_one_chunk(16384, 2145, 64, 1, 64)
+    (True, False)
+    """
+    outside = n * (n + 1) // 2 - _inside(n, chunk)
+    return groups * outside * (width + d_v) < (1 + groups) * n * D * d_v
 
 
 @dataclass(frozen=True)
@@ -154,7 +176,7 @@ def plan(
     batch: int = 1,
     groups: int = 1,
     causal: bool = False,
-    chunk: int = 32,
+    chunk: int | None = None,
     closed_form: bool = False,
     state: bool = False,
     return_state: bool = False,
@@ -190,9 +212,11 @@ def plan(
     groups
         query heads for each key head
     causal, chunk
-        whether position t sees keys up to t alone, and how many positions a chunk has
+        whether position t sees keys up to t alone, and how many positions a chunk has; None is
+        what is used: 32, and 256 with a closed form
     closed_form
-        the map has a kernel for phi(q) . phi(k) that costs d_k rather than D a score
+        the map has a kernel for phi(q) . phi(k) that costs d_k rather than D a score, also inside
+        chunks; where that is cheaper, the causal form takes all positions as one chunk
     state, return_state
         whether a state comes in or goes out: either means the linear order
     order
@@ -240,6 +264,8 @@ def plan(
     d_v = d_k if d_v is None else _size("d_v", d_v, 1)
     D = d_k if D is None else _size("D", D, 1)
     batch, groups = _size("batch", batch, 0), _size("groups", groups, 1)
+    if chunk is None:
+        chunk = _CLOSED_CHUNK if closed_form else _CHUNK
     chunk, itemsize = _size("chunk", chunk, 1), _size("itemsize", itemsize, 1)
     threads, workspace = _size("threads", threads, 1), _size("workspace", workspace, 0)
     if order not in _ORDERS:
@@ -277,7 +303,17 @@ def plan(
 
     # The decision. Where it is no choice, the reason says so, so that nothing is overruled unseen.
     taken: Order = "linear"
-    if causal:
+    less, more = sorted((linear.operations, quadratic.operations))
+    if (
+        causal
+        and not (state or return_state)
+        and closed_form
+        and order == "auto"
+        and (prefers_one_chunk(n_q, D, d_v, groups, width, chunk))
+    ):
+        taken = "quadratic"
+        reason = f"{more / less:.2f}x fewer operations, all positions as one chunk"
+    elif causal:
         reason = "the causal form walks chunks"
     elif state or return_state:
         reason = "a state is the linear order's aggregate"
@@ -287,7 +323,6 @@ def plan(
     else:
         if prefers_quadratic(n_q, n_k, D, d_v, groups, width):
             taken = "quadratic"
-        less, more = sorted((linear.operations, quadratic.operations))
         reason = f"{more / less:.2f}x fewer operations" if 0 < less < more else "no dearer"
     form: Form = "parallel"
     if causal:
