@@ -1,0 +1,169 @@
+"""Maps with a closed form: both orders, chunks, and the planner's choice."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import cases
+import numpy as np
+import pytest
+from cases import definition, inputs, normal, same_bits
+
+from linattn import State, feature_maps, linear_attention, plan
+from linattn.backends import closed
+from linattn.plan import prefers_one_chunk, prefers_quadratic
+
+Array = Any
+MAPS = {
+    found.name: found
+    for found in (
+        feature_maps.taylor(),
+        feature_maps.taylor(packed=False, scale=1.0),
+        feature_maps.polynomial(4, offset=0.5),
+    )
+}
+C = 8.0
+
+every_map = pytest.mark.parametrize("name", list(MAPS))
+
+
+def causal(q: Array, k: Array, v: Array, found: Any, order: str, **options: Any) -> Array:
+    """The causal form with the choice taken away."""
+    out = np.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
+    given = {"key_mask": None, "cu_seqlens": None, "enable_gqa": False, "state": None} | options
+    return closed.attend(
+        q, k, v, found, found.eps, True, given["key_mask"], given["cu_seqlens"],
+        given["enable_gqa"], True, given["state"], False, order, out,
+    )  # fmt: skip
+
+
+@every_map
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_both_orders_around_the_edges_of_blocks(name: str, dtype: str) -> None:
+    found = MAPS[name]
+    for n in (1, 255, 256, 257, 521, 1031):
+        q, k, v = inputs(n, (), n, 3, 5, cases.DTYPES[dtype])
+        expected, bound = definition(q, k, v, found)
+        for order in ("linear", "quadratic", "auto"):
+            out = linear_attention(q, k, v, found, order=order)  # type: ignore[arg-type]
+            cases.close(out, expected, bound, C, (n, order))
+        expected, bound = definition(q, k, v, found, causal=True)
+        for order in ("linear", "quadratic"):
+            cases.close(causal(q, k, v, found, order), expected, bound, C, (n, order))
+        cases.close(linear_attention(q, k, v, found, causal=True), expected, bound, C, n)
+
+
+def test_taylor_in_both_orders_on_both_sides_of_the_crossover() -> None:
+    found, d = feature_maps.taylor(), 16
+    crossover = plan(1, 1, d, D=found.width(d), closed_form=True).crossover
+    assert crossover == 153
+    for n in (crossover // 3, crossover - 1, crossover, 3 * crossover):
+        q, k, v = inputs(n, (2,), n, d, d, np.float32)
+        expected, bound = definition(q, k, v, found)
+        for order in ("linear", "quadratic", "auto"):
+            out = linear_attention(q, k, v, found, order=order)  # type: ignore[arg-type]
+            cases.close(out, expected, bound, C, (n, order))
+
+
+@every_map
+def test_with_everything(name: str) -> None:
+    """Grouped heads, masks, packed sequences, states in and out, over several chunks."""
+    found, n = MAPS[name], 600
+    q, k, v = normal(1, 2, 4, n, 3), normal(2, 2, 2, n, 3), normal(3, 2, 2, n, 5)
+    mask = np.random.default_rng(4).random((2, 1, n)) < 0.7
+    cuts = [0, 3, 3, 280, n]
+    shared: dict[str, Any] = {"enable_gqa": True, "key_mask": mask}
+    kv = State.of(normal(5, 2, 2, 11, 3), normal(6, 2, 2, 11, 5), found)
+    packed = State.of(normal(5, 4, 2, 2, 11, 3), normal(6, 4, 2, 2, 11, 5), found)
+    for is_causal, (before, more) in itertools.product(
+        (False, True),
+        ((None, {}), (kv, {}), (None, {"cu_seqlens": cuts}), (packed, {"cu_seqlens": cuts})),
+    ):
+        options = {**shared, **more, "causal": is_causal}
+        sums = None if before is None else (before.kv, before.k_sum)
+        expected, bound = definition(q, k, v, found, **options, state=sums)
+        out, after = linear_attention(q, k, v, found, **options, state=before, return_state=True)
+        cases.close(out, expected, bound, C, (is_causal, more))
+        if before is None:
+            alone = linear_attention(q, k, v, found, **options)
+            cases.close(alone, expected, bound, C, (is_causal, more))
+        whole = State.of(k, v, found, key_mask=mask) if not more else None
+        if whole is not None:
+            whole = whole if before is None else whole + before
+            np.testing.assert_allclose(after.kv, whole.kv, rtol=1e-9, atol=1e-9)
+            np.testing.assert_allclose(after.k_sum, whole.k_sum, rtol=1e-9, atol=1e-9)
+        assert after.batch_shape == ((4, 2, 2) if more else (2, 2))
+
+
+@every_map
+@pytest.mark.parametrize("order", ["linear", "quadratic"])
+def test_prefix_over_chunks(name: str, order: str) -> None:
+    found, n = MAPS[name], 600
+    q, k, v = inputs(7, (2,), n, 3, 5, np.float32)
+    out = causal(q, k, v, found, order)
+    for t, bad in itertools.product((0, 100, 254, 255, 256, 511, 598), (np.nan, np.inf, 1e30)):
+        for which in ((0,), (1,), (2,), (0, 1, 2)):
+            spoilt = [q, k, v]
+            for i in which:
+                spoilt[i] = spoilt[i].copy()
+                spoilt[i][:, t + 1 :: 3] = bad
+            with np.errstate(all="ignore"):
+                again = causal(*spoilt, found, order)
+            same_bits(out[:, : t + 1], again[:, : t + 1], (t, bad, which))
+
+
+@every_map
+def test_beyond_the_range_of_float32(name: str) -> None:
+    """Where scores leave it and the answer doesn't."""
+    found = MAPS[name]
+    q, k, v = inputs(8, (), 300, 3, 5, np.float32)
+    k = k * np.float32(1e18)
+    q = q * np.float32(1e3)
+    for is_causal in (False, True):
+        expected, bound = definition(q, k, v, found, causal=is_causal)
+        for order in ("linear", "quadratic"):
+            if is_causal:
+                out = causal(q, k, v, found, order)
+            else:
+                out = linear_attention(q, k, v, found, order=order)  # type: ignore[arg-type]
+            cases.close(out, expected, bound, C, (is_causal, order))
+
+
+def test_inputs_keep_their_bits_and_out_is_filled() -> None:
+    found = feature_maps.taylor()
+    q, k, v = inputs(9, (2,), 300, 5, 7, np.float16)
+    state = State.of(k, v, found)
+    held = [q, k, v, state.kv, state.k_sum]
+    before = [x.copy() for x in held]
+    for options in ({}, {"causal": True}, {"state": state}, {"order": "quadratic"}):
+        out = np.full((2, 300, 7), np.nan, np.float16)
+        assert linear_attention(q, k, v, found, **options, out=out) is out  # type: ignore[call-overload]
+        same_bits(out, linear_attention(q, k, v, found, **options))  # type: ignore[call-overload]
+    for x, y in zip(held, before, strict=True):
+        same_bits(x, y)
+    with pytest.raises(ValueError, match="a state with D = 3"):
+        linear_attention(q, k, v, found, state=State.zeros((2,), 3, 7, found))
+
+
+def test_the_plan_knows() -> None:
+    taylor = feature_maps.taylor(packed=False)
+    D = taylor.width(64)
+    assert D == 4161
+    p = plan(1024, 1024, 64, D=D, closed_form=True)
+    assert p.order == "quadratic"
+    assert p.quadratic.operations == 2 * 1024**2 * (64 + 64)
+    assert p.crossover == D
+    assert plan(1024, 1024, 64, D=D).order == "linear"
+    assert plan(16384, 16384, 64, D=D, closed_form=True).order == "linear"
+    for n in (1, 255, 1024, 4000, 8322, 16384, 30000):
+        p = plan(n, n, 64, D=D, closed_form=True, causal=True)
+        assert p.chunk == 256
+        one = prefers_one_chunk(n, D, 64, 1, 64)
+        assert (p.order == "quadratic") == one == (p.quadratic.operations < p.linear.operations)
+        assert plan(n, n, 64, D=D, closed_form=True, causal=True, state=True).order == "linear"
+        assert (n < p.crossover) == one
+        assert prefers_quadratic(n, n, D, 64, 1, 64) == (n < D)
+    assert "all positions as one chunk" in str(
+        plan(1024, 1024, 64, D=D, closed_form=True, causal=True)
+    )
