@@ -33,6 +33,7 @@ ALLOWED = {
     "backends": {"backends", "feature_maps"},
     "state": {"plan", "feature_maps", "fronts", "_check", "backends"},
     "attention": {"plan", "feature_maps", "fronts", "_check", "backends", "state"},
+    "fidelity": {"plan", "feature_maps", "_check", "attention"},
     "config": {"", "_check", "backends"},
     "__init__": CORE - {"_check", "backends", "fronts", "reference"},
     "__main__": {"cli"},
@@ -198,10 +199,13 @@ def test_backend_by_environment():
 def test_public_names():
     assert sorted(linattn.__all__) == [
         "FeatureMap",
+        "Fidelity",
+        "Measured",
         "Plan",
         "State",
         "__version__",
         "feature_maps",
+        "fidelity",
         "get_num_threads",
         "linear_attention",
         "plan",

@@ -4,15 +4,19 @@ from . import feature_maps
 from .attention import linear_attention, softmax_attention
 from .config import get_num_threads, set_num_threads, show_config
 from .feature_maps import FeatureMap
+from .fidelity import Fidelity, Measured, fidelity
 from .plan import Plan, plan
 from .state import State
 
 __all__ = [
     "FeatureMap",
+    "Fidelity",
+    "Measured",
     "Plan",
     "State",
     "__version__",
     "feature_maps",
+    "fidelity",
     "get_num_threads",
     "linear_attention",
     "plan",

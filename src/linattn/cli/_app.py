@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import attend, bench, demo, explain, info
+from . import attend, bench, demo, explain, fidelity, info
 from ._failure import INTERRUPTED, Failure
 
 __all__ = ["app", "run"]
@@ -30,7 +30,14 @@ def _flowed(text: str | None) -> str:
     return "\n\n".join(" ".join(part.split()) for part in (text or "").split("\n\n"))
 
 
-for _command in (demo.demo, attend.attend, explain.explain, bench.bench, info.info):
+for _command in (
+    demo.demo,
+    attend.attend,
+    explain.explain,
+    fidelity.fidelity,
+    bench.bench,
+    info.info,
+):
     app.command(help=_flowed(_command.__doc__))(_command)
 
 

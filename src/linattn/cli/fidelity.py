@@ -1,0 +1,100 @@
+"""`linattn fidelity`: how close feature maps come to softmax attention, on given arrays."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from typing import Annotated
+
+import numpy as np
+import typer
+
+import linattn
+
+from . import _files, _measure, _picture
+
+__all__ = ["fidelity"]
+
+
+def fidelity(
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[Q K V]",
+            help="Arrays to take: three files, or one that holds q, k and v. Without: random ones.",
+        ),
+    ] = None,
+    feature_map: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="φ, by name, such as 'favor(features=64)'; may be given many times. "
+            "Without: a choice of all families."
+        ),
+    ] = None,
+    n: Annotated[int, typer.Option("--n", min=1, help="Positions of the random arrays.")] = 256,
+    d: Annotated[int, typer.Option("--d", min=1, help="Features of the random arrays.")] = 64,
+    causal: Annotated[bool, typer.Option("--causal", help="The causal form.")] = False,
+    scale: Annotated[
+        float | None, typer.Option(help="Of softmax's scores; without: 1/√d_k.")
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows a head whose weights are compared.")] = 32,
+    measure: Annotated[bool, typer.Option("--measure", help="Time every map too.")] = False,
+    plot: Annotated[
+        str | None,
+        typer.Option(help="Draw error against cost into this file (.png, .svg, .pdf)."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the random arrays.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """How close feature maps come to softmax attention on given arrays, and what they cost."""
+    if plot is not None:
+        plot = _picture.checked(plot)
+    with tempfile.TemporaryDirectory(prefix="linattn-") as scratch:
+        if files:
+            q, k, v = (x.array for x in _files.inputs(files, ("q", "k", "v"), scratch))
+        else:
+            q, k, v = _measure.arrays([(n, d)] * 3, np.float32, seed)
+        found = linattn.fidelity(
+            q, k, v, feature_map, causal=causal, scale=scale, rows=rows, measure=measure
+        )
+    if plot is not None:
+        draw(plot, found)
+    print(json.dumps(found.json(), indent=2) if as_json else found)
+    if plot is not None and not as_json:
+        print(f"\nPicture: {plot}")
+
+
+def curve(name: str) -> str:
+    """The curve a map belongs to: its family, whatever the width."""
+    kind = re.search(r"kind='(\w+)'", name)
+    return name.partition("(")[0] + (f", {kind[1]}" if kind else "")
+
+
+def draw(path: str, found: linattn.Fidelity, title: str = "") -> None:
+    """Error and total variation against operations, one curve a family."""
+    curves: dict[str, list[linattn.Measured]] = {}
+    for m in found.maps:
+        curves.setdefault(curve(m.name), []).append(m)
+
+    def lines(value: str) -> list[_picture.Line]:
+        return [
+            _picture.Line(
+                name,
+                [m.operations / 1e6 for m in points],  # type: ignore[misc]
+                [getattr(m, value) for m in points],
+                style,
+            )
+            for style, (name, points) in enumerate(curves.items())
+        ]
+
+    _picture.draw(
+        path,
+        title
+        or f"Against softmax attention: {found.heads} heads, n = {found.n_k}, d = {found.d_k}",
+        [
+            _picture.Panel("output", "relative error", lines("error")),
+            _picture.Panel("attention weights", "total variation", lines("total_variation")),
+        ],
+        "operations a head, millions (logarithmic)",
+    )
