@@ -1,7 +1,7 @@
-"""How close feature maps come to softmax attention in a real model: every layer of all-MiniLM-L6-v2.
+"""How close feature maps come to softmax attention in every layer of a real model.
 
-The model reads real text (the manual of Python) with softmax attention, in NumPy; at each layer its
-queries, keys and values are given to `linattn.fidelity`. What is needed is told in real_qkv.py.
+all-MiniLM-L6-v2 reads real text (the manual of Python) with softmax attention, in NumPy; at each
+layer its queries, keys and values go to `linattn.fidelity`. real_qkv.py tells what is needed.
 
     python examples/real_fidelity.py --plot docs/assets/fidelity.svg --json build/fidelity.json
 """
@@ -108,33 +108,11 @@ def mean(found: list[linattn.Fidelity]) -> list[dict[str, Any]]:
 
 def draw(path: str, rows: list[dict[str, Any]], title: str) -> None:
     """The picture of `linattn fidelity`, of the means over layers."""
-    from linattn.cli import _picture
-    from linattn.cli.fidelity import curve
+    from linattn.cli.fidelity import draw_points
 
-    curves: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        curves.setdefault(curve(row["map"]), []).append(row)
-
-    def lines(value: str) -> list[Any]:
-        return [
-            _picture.Line(
-                name,
-                [p["operations"] / 1e6 for p in points],  # type: ignore[misc]
-                [min(p[value], 2.0) for p in points],
-                style,
-            )
-            for style, (name, points) in enumerate(curves.items())
-        ]
-
-    _picture.draw(
-        path,
-        title,
-        [
-            _picture.Panel("output (2 and more drawn as 2)", "relative error", lines("error")),
-            _picture.Panel("attention weights", "total variation", lines("total variation")),
-        ],
-        "operations a head, millions (logarithmic)",
-    )
+    keys = ("map", "operations", "error", "total variation")
+    points: Any = [tuple(row[key] for key in keys) for row in rows]
+    draw_points(path, points, title)
 
 
 def main() -> None:

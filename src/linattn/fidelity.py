@@ -172,7 +172,7 @@ def fidelity(
     Examples
     --------
     >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 64, 16))
-    >>> found = fidelity(q, k, v, ["elu1", "taylor", "favor(features=1024)"])
+    >>> found = fidelity(q / 2, k / 2, v, ["elu1", "taylor", "favor(features=1024)"])
     >>> [(m.name, m.D) for m in found.maps]
     [('elu1', 16), ('taylor', 153), ('favor(features=1024)', 1024)]
     >>> found.maps[1].error < found.maps[2].error < found.maps[0].error

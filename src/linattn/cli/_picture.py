@@ -91,7 +91,7 @@ def _panel(axes: Any, panel: Panel, across: str) -> dict[str, Any]:
             line.n,
             line.values,
             color=COLOURS[line.style % len(COLOURS)],
-            marker=MARKERS[line.style % len(MARKERS)],
+            marker=MARKERS[(line.style + line.style // len(COLOURS)) % len(MARKERS)],
             markersize=5,
             linewidth=1.8,
         )

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from linattn import get_num_threads, plan
+from linattn import feature_maps, get_num_threads, plan
 
 from . import _measure
 
@@ -23,6 +23,10 @@ def explain(
     d_v: Annotated[int | None, typer.Option(help="Features of a value, where not d.")] = None,
     features: Annotated[
         int | None, typer.Option("--features", "-D", help="Features after the map, where not d.")
+    ] = None,
+    feature_map: Annotated[
+        str | None,
+        typer.Option(help="φ, by name: its features, and its closed form if it has one."),
     ] = None,
     batch: Annotated[int, typer.Option(help="Key heads in all, over the whole batch.")] = 1,
     groups: Annotated[int, typer.Option(help="Query heads for each key head.")] = 1,
@@ -39,12 +43,14 @@ def explain(
     rates: dict[str, float] = {}
     if measure:
         rates = {"matmul_rate": _measure.matmul_rate(), "copy_rate": _measure.copy_rate()}
+    phi = feature_maps.get(feature_map)
     found = plan(
         n if n_q is None else n_q,
         n if n_k is None else n_k,
         d,
         d_v,
-        D=features,
+        D=phi.width(d) if features is None else features,
+        closed_form=phi.closed_form,
         batch=batch,
         groups=groups,
         causal=causal,

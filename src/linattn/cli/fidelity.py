@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -14,7 +14,9 @@ import linattn
 
 from . import _files, _measure, _picture
 
-__all__ = ["fidelity"]
+__all__ = ["draw", "draw_points", "fidelity"]
+
+MOST = 1.5  # of the axes
 
 
 def fidelity(
@@ -73,28 +75,35 @@ def curve(name: str) -> str:
 
 def draw(path: str, found: linattn.Fidelity, title: str = "") -> None:
     """Error and total variation against operations, one curve a family."""
-    curves: dict[str, list[linattn.Measured]] = {}
-    for m in found.maps:
-        curves.setdefault(curve(m.name), []).append(m)
+    points = [(m.name, m.operations, m.error, m.total_variation) for m in found.maps]
+    default = f"Against softmax attention: {found.heads} heads, n = {found.n_k}, d = {found.d_k}"
+    draw_points(path, points, title or default)
 
-    def lines(value: str) -> list[_picture.Line]:
-        return [
-            _picture.Line(
-                name,
-                [m.operations / 1e6 for m in points],  # type: ignore[misc]
-                [getattr(m, value) for m in points],
-                style,
-            )
-            for style, (name, points) in enumerate(curves.items())
-        ]
 
-    _picture.draw(
-        path,
-        title
-        or f"Against softmax attention: {found.heads} heads, n = {found.n_k}, d = {found.d_k}",
-        [
-            _picture.Panel("output", "relative error", lines("error")),
-            _picture.Panel("attention weights", "total variation", lines("total_variation")),
-        ],
-        "operations a head, millions (logarithmic)",
-    )
+def draw_points(path: str, points: list[tuple[str, int, float, float]], title: str) -> None:
+    """The picture of names, operations, errors and total variations.
+
+    An error of more than 1.5 says that weights have lost their sense: such points are left out.
+    """
+    curves: dict[str, list[tuple[str, int, float, float]]] = {}
+    for point in points:
+        curves.setdefault(curve(point[0]), []).append(point)
+    left_out = 0
+
+    def lines(index: int) -> list[_picture.Line]:
+        nonlocal left_out
+        made = []
+        for style, (name, of_family) in enumerate(curves.items()):
+            inside = [p for p in of_family if p[index] <= MOST]  # type: ignore[operator]
+            left_out += len(of_family) - len(inside)
+            x: Any = [p[1] / 1e6 for p in inside]
+            made.append(_picture.Line(name, x, [float(p[index]) for p in inside], style))
+        return made
+
+    panels = [
+        _picture.Panel("output", "relative error", lines(2)),
+        _picture.Panel("attention weights", "total variation", lines(3)),
+    ]
+    if left_out:
+        title += f"; {left_out} points above {MOST:g} left out"
+    _picture.draw(path, title, panels, "operations a head, millions (logarithmic)")
