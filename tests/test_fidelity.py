@@ -1,4 +1,4 @@
-"""`linattn.fidelity`: its figures against the definitions, the command, and a real model's layers."""
+"""`linattn.fidelity`: its figures against the definitions, the command, a real model's layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import inputs
-from test_examples import example, needs_weights
+from test_examples import EXAMPLES, example, needs_weights
 
 from linattn import feature_maps, fidelity, plan, softmax_attention
 
@@ -61,8 +61,10 @@ def test_figures(causal: bool) -> None:
 def test_monotone() -> None:
     """The rank correlation: 1 for weights that rise with q . k, -1 for those that fall."""
     x = np.linspace(1, 2, 9)[:, None]
-    found = fidelity(x, x, x, ["relu", lambda x: np.concatenate([x * 0 + 9, 1 - x], -1)])
+    found = fidelity(x, x, x, ["relu", lambda x: np.concatenate([x * 0 + 9, 0.5 - x], -1)])
     assert [round(m.monotone, 9) for m in found.maps] == [1.0, 1.0]
+    found = fidelity(x, x, x, [lambda x: np.concatenate([x * 0 + 1, 0.1 / x], -1)])
+    assert round(found.maps[0].monotone, 9) == -1.0
     from linattn.fidelity import _correlation, _ranks  # type: ignore[attr-defined]
 
     assert _ranks(np.array([3.0, 1.0, 3.0, 2.0])).tolist() == [2.5, 0.0, 2.5, 1.0]
@@ -117,8 +119,9 @@ def test_command(tmp_path: Path, capsys: Any) -> None:
     assert "D 2,145, closed-form kernel" in capsys.readouterr().out
 
 
-def test_the_models_layers_follow_each_other() -> None:
+def test_the_models_layers_follow_each_other(monkeypatch: Any) -> None:
     """The encoder of the example against the same written for one token at a time."""
+    monkeypatch.syspath_prepend(EXAMPLES)
     real = example("real_fidelity")
     rng = np.random.default_rng(1)
     words, positions, features, inner, heads, n = 11, 7, 6, 10, 2, 5
@@ -185,7 +188,8 @@ def test_the_models_layers_follow_each_other() -> None:
 
 @needs_weights
 @pytest.mark.real
-def test_a_real_model(tmp_path: Path, capsys: Any) -> None:
+def test_a_real_model(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
     real = example("real_fidelity")
     found = real.report(1, 128, ["elu1", "favor(features=64)", "favor(features=1024)"])
     assert len(found) == 6

@@ -17,6 +17,7 @@ CORE = {
     "backends",
     "config",
     "feature_maps",
+    "fidelity",
     "fronts",
     "plan",
     "reference",

@@ -97,7 +97,7 @@ class Fidelity:
             "largest",
             "monotone",
         )
-        lines = [head]
+        lines: list[tuple[str, ...]] = [head]
         for m in (self.softmax, *self.maps):
             lines.append(
                 (

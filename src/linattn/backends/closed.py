@@ -94,7 +94,7 @@ def attend(
                 else:
                     for x, target in zip(qs, targets, strict=True):
                         _quadratic(xp, found, x, ks, vs, mask, eps, normalize, target)
-                if new is not None:
+                if new is not None and sums is not None:
                     lead = len(held_by_state)
                     own = tuple(
                         p if size > 1 else 0
@@ -258,11 +258,13 @@ def _query(
 
 def _finish(xp: Any, work: Any, parts: Any, eps: float, normalize: bool, target: Array) -> None:
     """num / (den + eps) of some rows; those that aren't finite once more in float64."""
-    result = _ratio(xp, *parts(work), eps, normalize)
+    num, den = parts(work)
+    result = _ratio(xp, num, den, eps, normalize)
     if work != xp.float64:
         bad = ~xp.isfinite(result).all(-1)
         if bool(bad.any()):
-            again = _ratio(xp, *parts(xp.float64), eps, normalize)
+            num, den = parts(xp.float64)
+            again = _ratio(xp, num, den, eps, normalize)
             result = xp.where(bad[..., None], again, result)
     target[...] = result
 

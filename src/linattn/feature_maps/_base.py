@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .. import fronts
 
@@ -121,7 +121,12 @@ class _Stated(FeatureMap):
 
     name: str = field(init=False, compare=False)
     kernel: str = field(init=False, compare=False)
-    project: Callable[[Array], Array] | None = field(init=False, compare=False)
+    if TYPE_CHECKING:  # a field, which families override by a method
+
+        def project(self, x: Array) -> Array: ...  # type: ignore[misc,override]
+
+    else:
+        project: Callable[[Array], Array] | None = field(init=False, compare=False)
     nonnegative: bool = field(init=False, compare=False)
     eps: float = field(init=False, compare=False)
 
@@ -185,7 +190,7 @@ class Family(_Stated):
         return {f.name: getattr(self, f.name) for f in _parameters(self)}
 
     @property
-    def name(self) -> str:  # type: ignore[override]
+    def name(self) -> str:
         """The label, with the parameters that aren't at their default."""
         said = ", ".join(
             f"{f.name}={_brief(getattr(self, f.name))}"
@@ -195,7 +200,7 @@ class Family(_Stated):
         return f"{self.label}({said})" if said else self.label
 
     @property
-    def eps(self) -> float:  # type: ignore[override]
+    def eps(self) -> float:
         """0 for exponential maps, whose denominators can be honestly tiny; else 1e-6."""
         return 0.0 if self.exponential else 1e-6
 

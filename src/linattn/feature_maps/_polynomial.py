@@ -101,7 +101,7 @@ class Taylor(Family, label="taylor"):
 
     computes = "1 + t + t^2 / 2! + ... + t^order / order!,  t = scale^2 q . k"
     paper = "arXiv 2402.18668"
-    closed_form = True  # type: ignore[assignment]
+    closed_form = True
 
     def __post_init__(self) -> None:
         _degree("order", self.order)
@@ -175,7 +175,7 @@ class Polynomial(Family, label="polynomial"):
 
     computes = "(scale^2 q . k + offset)^degree"
     paper = "arXiv 2310.01655"
-    closed_form = True  # type: ignore[assignment]
+    closed_form = True
 
     def __post_init__(self) -> None:
         _degree("degree", self.degree)
