@@ -123,7 +123,7 @@ class _Stated(FeatureMap):
     kernel: str = field(init=False, compare=False)
     if TYPE_CHECKING:  # a field, which families override by a method
 
-        def project(self, x: Array) -> Array: ...  # type: ignore[misc,override]
+        def project(self, x: Array) -> Array: ...  # type: ignore[misc]
 
     else:
         project: Callable[[Array], Array] | None = field(init=False, compare=False)

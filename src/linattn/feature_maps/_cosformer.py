@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# `project` is a field of FeatureMap and a method here.
+# mypy: disable-error-code="misc"
 import math
 from dataclasses import dataclass, field, replace
 from typing import Any

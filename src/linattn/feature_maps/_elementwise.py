@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# `project` is a field of FeatureMap and a method here.
+# mypy: disable-error-code="misc"
 from dataclasses import dataclass
 
 from ._base import Array, Family, FeatureMap, named, namespace, wide

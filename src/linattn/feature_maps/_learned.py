@@ -5,6 +5,8 @@ They take weights as arrays, of any library; training them is `linattn.torch`'s 
 
 from __future__ import annotations
 
+# `project` is a field of FeatureMap and a method here.
+# mypy: disable-error-code="misc"
 import math
 from dataclasses import dataclass
 from typing import Any

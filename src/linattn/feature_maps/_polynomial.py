@@ -5,6 +5,8 @@ The first two have a closed form, kappa(q . k), that costs d_k a score where the
 
 from __future__ import annotations
 
+# `project` is a field of FeatureMap and a method here.
+# mypy: disable-error-code="misc"
 import functools
 import itertools
 import math

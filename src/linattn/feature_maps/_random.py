@@ -7,6 +7,8 @@ merge.
 
 from __future__ import annotations
 
+# `project` is a field of FeatureMap and a method here.
+# mypy: disable-error-code="misc"
 import functools
 import math
 from dataclasses import dataclass, replace
