@@ -534,7 +534,7 @@ class State:
                 f"positions: expected a state of a map that depends on position, got one of "
                 f"{self.feature_map.name!r}; leave out .at(...)"
             )
-        return State(self.kv, self.k_sum, self.log_scale, place(positions), self.dtype)
+        return type(self)(self.kv, self.k_sum, self.log_scale, place(positions), self.dtype)
 
     def _positions(self, index: Any) -> Any:
         batch = self.batch_shape

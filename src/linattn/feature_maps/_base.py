@@ -271,8 +271,10 @@ def constant(xp: Any, values: Any, like: Array) -> Array:
     """Numbers as an array of the library, dtype and device of another."""
     if type(values) is type(like) and values.dtype == like.dtype:
         return values
-    if hasattr(like, "is_floating_point"):  # torch
-        return xp.asarray(values, dtype=like.dtype, device=like.device)
+    if hasattr(like, "requires_grad"):  # torch
+        if hasattr(values, "requires_grad"):
+            return values.to(device=like.device, dtype=like.dtype)
+        return xp.tensor(values, dtype=like.dtype, device=like.device)
     return xp.asarray(values, dtype=like.dtype)
 
 

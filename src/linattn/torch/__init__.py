@@ -1,7 +1,7 @@
 """Linear attention of PyTorch tensors: `linattn.linear_attention` and `linattn.State` take them.
 
 This package is imported when they meet the first tensor. Import it yourself for what only torch
-has: layers, and the swap of a model's attention.
+has: layers, maps to be trained, and the swap of a model's attention.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from torch import Tensor
 from . import _maps
 from ._attention import linear_attention, softmax_attention
 from ._layers import LinearAttention
+from ._learned import hedgehog, performer_learned, t2r
 from ._linearize import linearize_
 from ._state import TensorState
 
-__all__ = ["LinearAttention", "linearize_"]
+__all__ = ["LinearAttention", "hedgehog", "linearize_", "performer_learned", "t2r"]
 
 
 class front:

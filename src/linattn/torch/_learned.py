@@ -1,0 +1,130 @@
+"""Feature maps with weights to train, as modules: the families of `linattn.feature_maps`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from .. import feature_maps
+from ..feature_maps import Family, FeatureMap
+
+__all__ = ["Layer", "hedgehog", "performer_learned", "t2r"]
+
+
+class Layer(nn.Module):
+    """The step before the kernel of a map, with its weight and bias as parameters.
+
+    family:
+        a class of `linattn.feature_maps` that takes `weight` and `bias`
+    weight, bias:
+        their values at the start
+    """
+
+    def __init__(
+        self, family: type[Family], weight: Tensor, bias: Tensor | None, **given: object
+    ) -> None:
+        super().__init__()
+        self.family, self.given = family, given
+        self.weight = nn.Parameter(weight)
+        self.bias = None if bias is None else nn.Parameter(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., n, d_k) -> (..., n, D), the argument of the kernel."""
+        found = self.family(weight=self.weight, bias=self.bias, **self.given)
+        projected: Tensor = found.project(x)
+        return projected
+
+    def extra_repr(self) -> str:
+        return f"{self.family.label}, weight={tuple(self.weight.shape)}"
+
+
+def _map(family: type[Family], layer: Layer) -> FeatureMap:
+    sizes = "x".join(map(str, layer.weight.shape))
+    eps = 0.0 if family.kernel == "exp" else 1e-6
+    return FeatureMap(f"{family.label}, trained, {sizes}", family.kernel, layer, True, eps)
+
+
+def hedgehog(
+    d_k: int,
+    features: int | None = None,
+    *,
+    heads: int | None = None,
+    bias: bool = True,
+    normalise: str | None = None,
+) -> FeatureMap:
+    """`linattn.feature_maps.hedgehog` with W and b to be trained, W the identity at the start.
+
+    d_k, features:
+        of a query or key, and rows of W (None: d_k); D is twice that
+    heads:
+        None: one W for all heads; or as many of them
+    normalise:
+        None, "halves" or "joint"
+
+    The map goes where a `FeatureMap` does, `LinearAttention` included; its parameters are those of
+    ``map.project``, a module.
+
+    Examples
+    --------
+    >>> found = hedgehog(8)
+    >>> from linattn import linear_attention
+    >>> q, k, v = torch.randn(3, 2, 10, 8)
+    >>> linear_attention(q, k, v, found, causal=True).sum().backward()
+    >>> found.project.weight.grad.shape
+    torch.Size([8, 8])
+    """
+    rows = d_k if features is None else features
+    weight = torch.eye(rows, d_k).expand(*_lead(heads), rows, d_k).clone()
+    family = feature_maps.hedgehog
+    return _map(family, Layer(family, weight, _bias(bias, weight), normalise=normalise))
+
+
+def t2r(
+    d_k: int, features: int | None = None, *, heads: int | None = None, bias: bool = True
+) -> FeatureMap:
+    """`linattn.feature_maps.t2r` with W and b to be trained, at the start as `nn.Linear` has them.
+
+    Arguments as of `hedgehog`; D is `features`.
+
+    Examples
+    --------
+    >>> t2r(8, 4, heads=3).project.weight.shape
+    torch.Size([3, 4, 8])
+    """
+    rows = d_k if features is None else features
+    weight = torch.empty(*_lead(heads), rows, d_k).uniform_(-1, 1) / math.sqrt(d_k)
+    family = feature_maps.t2r
+    return _map(family, Layer(family, weight, _bias(bias, weight)))
+
+
+def performer_learned(
+    d_k: int,
+    features: int | None = None,
+    *,
+    heads: int | None = None,
+    bias: bool = False,
+    scale: float | None = None,
+) -> FeatureMap:
+    """`linattn.feature_maps.performer_learned` to be trained, random features at the start.
+
+    Arguments as of `hedgehog`; D is `features`, `scale` is of q and of k (None: d_k^(-1/4)).
+
+    Examples
+    --------
+    >>> performer_learned(8, 32).project.weight.shape
+    torch.Size([32, 8])
+    """
+    rows = d_k if features is None else features
+    weight = torch.randn(*_lead(heads), rows, d_k)
+    family = feature_maps.performer_learned
+    return _map(family, Layer(family, weight, _bias(bias, weight), scale=scale))
+
+
+def _lead(heads: int | None) -> tuple[int, ...]:
+    return () if heads is None else (heads,)
+
+
+def _bias(wanted: bool, weight: Tensor) -> Tensor | None:
+    return weight.new_zeros(weight.shape[:-1]) if wanted else None
