@@ -167,6 +167,8 @@ def gradients(
     feature_map, eps, causal, enable_gqa, normalize = ctx.call
     if grad_out is None:
         grad_out = torch.zeros_like(out)
+    if after[0] is None:  # the empty tensors in the place of a state have gradients where asked
+        grad_kv = grad_k_sum = None
     if grad_kv is None and grad_k_sum is not None:
         grad_kv = torch.zeros_like(after[0])
     if grad_k_sum is None and grad_kv is not None:
