@@ -36,7 +36,8 @@ W, B = rng.standard_normal((7, D_K)) / 2, rng.standard_normal(7) / 2
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "softmax": [{}],
     "favor": [{"features": 24}, {"features": 24, "kind": "hyperbolic", "scale": 0.5},
-              {"features": 7, "orthogonal": False, "seed": 3}],
+              {"features": 7, "orthogonal": False, "seed": 3},
+              {"features": 32, "kind": "trigonometric"}],
     "rfa": [{"features": 64}, {"features": 32, "sigma": 2.0}],
     "relu_random": [{"features": 24}],
     "performer_relu": [{"features": 24}, {"features": 3, "offset": 0.1}],
@@ -616,6 +617,10 @@ def test_tensors(name: str) -> None:
     x = normal(1, N, D_K)
     tensor = torch.tensor(x, requires_grad=True)
     if found.project is None:
+        return
+    if found.kernel == "signed_exp":
+        with pytest.raises(TypeError, match="expected NumPy arrays for trigonometric features"):
+            found.project(tensor)
         return
     projected = found.project(tensor)
     np.testing.assert_allclose(projected.detach().numpy(), found.project(x), rtol=1e-12, atol=1e-12)

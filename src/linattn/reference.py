@@ -142,14 +142,14 @@ def _steps(feature_map: Map) -> tuple[Callable[[Array], Any] | None, str]:
         if name not in MAPS:
             raise ValueError(f"feature_map: expected one of {', '.join(MAPS)}, got {name!r}")
         return None, name
-    if getattr(name, "kernel", None) in MAPS:
+    if getattr(name, "kernel", None) in (*MAPS, "signed_exp"):
         return getattr(name, "project", None), name.kernel  # type: ignore[attr-defined]
     return name, "identity"
 
 
 def _exponential(feature_map: Map) -> bool:
     """Whether a state needs a log-scale."""
-    return _steps(feature_map)[1] == "exp"
+    return _steps(feature_map)[1] in ("exp", "signed_exp")
 
 
 def _features(x: Array, feature_map: Map) -> _Features:
@@ -159,6 +159,10 @@ def _features(x: Array, feature_map: Map) -> _Features:
         x = _exact(rows(x))
     if kernel == "exp":
         return _exp_parts(x)
+    if kernel == "signed_exp":  # the sign is the last bit of the exponent
+        size = _exp_parts(x)
+        odd = np.ascontiguousarray(x).view(np.int64) & 1
+        return _Features(np.where(odd == 1, -size.f, size.f), size.n)
     return _Features(MAPS[kernel](x), np.zeros(x.shape, np.int64))
 
 
@@ -176,7 +180,7 @@ def _sway(x: Array, feature_map: Map) -> Array:
             ahead, behind = _exact(rows(x * (1.0 + step))), _exact(rows(x * (1.0 - step)))
             moved = moved + np.abs(ahead - behind) / (2.0 * h)
         x = y
-    slope = _exp_parts(x).f if kernel == "exp" else _SLOPE[kernel](x)
+    slope = _exp_parts(x).f if kernel in ("exp", "signed_exp") else _SLOPE[kernel](x)
     return np.asarray(moved * slope)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from ..feature_maps import cast, elementwise, namespace
+from ..feature_maps import EXPONENTIAL, cast, elementwise, namespace, signs
 
 __all__ = ["EMPTY", "absorb", "attend", "merge", "query", "softmax", "step"]
 
@@ -71,7 +71,7 @@ def attend(
     parts = len(bounds) - 1
     new: Sums | None = None
     if return_state:
-        new = _zeros(xp, (parts, *held), D, d_v, feature_map == "exp")
+        new = _zeros(xp, (parts, *held), D, d_v, feature_map in EXPONENTIAL)
     with _quiet(xp):
         for i in range(parts):
             rows = slice(bounds[i], bounds[i + 1])
@@ -290,9 +290,11 @@ def _attend_one(
         if after is None:
             past = () if before is None else before[0].shape[:-2]
             held = _broadcast(k.shape[:-2], v.shape[:-2], past)
-            after = _zeros(xp, held, D, d_v, kernel == "exp")
+            after = _zeros(xp, held, D, d_v, kernel in EXPONENTIAL)
         if before is None:  # not `after`: a shared state is stored once for every group of queries
-            before = _zeros(xp, after[0].shape[:-2], D, d_v, kernel == "exp") if causal else after
+            before = (
+                _zeros(xp, after[0].shape[:-2], D, d_v, kernel in EXPONENTIAL) if causal else after
+            )
         if causal:
             _causal(xp, before, after, q, k, v, kernel, mask, eps, normalize, out)
         else:
@@ -564,7 +566,7 @@ def _quadratic(
         ms = None if mask is None else _take_mask(mask, at, len(lead))
         target = _take(out, at, len(lead), 2)
         log_scale: Array = None
-        if kernel == "exp":
+        if kernel in EXPONENTIAL:
             log_scale = xp.full((*ks.shape[:-2], D), EMPTY, dtype=xp.int64)
             for c in range(0, k.shape[-2], wide):
                 powers = _keys(xp, ks, vs, kernel, ms, c, c + wide)[1]
@@ -611,8 +613,9 @@ def _features(xp: Any, x: Array, kernel: str) -> tuple[Array, Array | None]:
     The map itself is evaluated in the precision of x, at least float32: it is elementwise and
     rounds once, while in float64 exp alone takes several times as long.
     """
-    if kernel == "exp":
-        return _split(xp, _dense(x, xp.float64))
+    if kernel in EXPONENTIAL:
+        mantissa, powers = _split(xp, _dense(x, xp.float64))
+        return mantissa * signs(xp, x) if kernel == "signed_exp" else mantissa, powers
     wide = xp.float64 if x.dtype == xp.float64 else xp.float32
     return cast(elementwise(xp, kernel, _dense(x, wide)), xp.float64), None
 

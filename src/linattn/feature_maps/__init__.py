@@ -22,6 +22,7 @@ Examples
 """
 
 from ._base import (
+    EXPONENTIAL,
     KERNELS,
     Family,
     FeatureMap,
@@ -31,6 +32,7 @@ from ._base import (
     get,
     names,
     namespace,
+    signs,
 )
 from ._cosformer import Cosformer as cosformer
 from ._dpfp import Dpfp as dpfp
@@ -48,6 +50,7 @@ from ._random import ReluRandom as relu_random
 from ._random import Rfa as rfa
 
 __all__ = [
+    "EXPONENTIAL",
     "KERNELS",
     "Family",
     "FeatureMap",
@@ -72,6 +75,7 @@ __all__ = [
     "relu_random",
     "rfa",
     "sigmoid",
+    "signs",
     "softmax",
     "softplus",
     "squared_relu",

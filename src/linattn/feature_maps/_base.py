@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from .. import fronts
 
 __all__ = [
+    "EXPONENTIAL",
     "KERNELS",
     "Family",
     "FeatureMap",
@@ -23,12 +24,18 @@ __all__ = [
     "get",
     "names",
     "namespace",
+    "signs",
     "wide",
+    "with_sign",
 ]
 
 Array = Any
 
 KERNELS = ("elu1", "relu", "squared_relu", "exp", "softplus", "sigmoid", "identity")
+EXPONENTIAL = ("exp", "signed_exp")
+"""Kernels whose states carry a power of two for each feature. `signed_exp` is not fused: features of
+either sign that grow as exp, on the array backend. Its argument is log |phi| with the sign in the
+last bit, see `with_sign`."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ class FeatureMap:
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        if self.kernel not in KERNELS:
+        if self.kernel not in KERNELS and self.kernel != "signed_exp":
             raise ValueError(
                 f"kernel: expected one of {', '.join(map(repr, KERNELS))}, got {self.kernel!r}"
             )
@@ -73,7 +80,7 @@ class FeatureMap:
     @property
     def exponential(self) -> bool:
         """Whether a state of this map carries a power of two for each feature."""
-        return self.kernel == "exp"
+        return self.kernel in EXPONENTIAL
 
     def width(self, d_k: int) -> int | None:
         """D for keys of d_k features; None where only calling the map can tell."""
@@ -283,6 +290,22 @@ def concatenate(xp: Any, parts: list[Array]) -> Array:
     return xp.concatenate(parts, -1)  # `axis` here, `dim` there
 
 
+def with_sign(xp: Any, x: Array, negative: Array) -> Array:
+    """NumPy's float32 or float64 numbers with a sign in the last bit: 1 where negative.
+
+    It costs a rounding, of the size of the one that x has had already.
+    """
+    integer = xp.int64 if x.dtype == xp.float64 else xp.int32
+    coded = ((x.view(integer) & ~integer(1)) | negative).view(x.dtype)
+    return xp.where(xp.isfinite(x), coded, x)  # infinity plus a bit would be NaN
+
+
+def signs(xp: Any, x: Array) -> Array:
+    """1.0 or -1.0, from the last bit."""
+    integer = xp.int64 if x.dtype == xp.float64 else xp.int32
+    return 1.0 - 2.0 * (x.view(integer) & integer(1))
+
+
 def elementwise(xp: Any, kernel: str, x: Array) -> Array:
     """The fused kernels in array operations, in the precision of x (float32 or float64)."""
     if kernel == "identity":
@@ -298,6 +321,8 @@ def elementwise(xp: Any, kernel: str, x: Array) -> Array:
         return x * x
     if kernel == "exp":
         return xp.exp(x)
+    if kernel == "signed_exp":
+        return xp.exp(x) * signs(xp, x)
     small = xp.exp(-abs(x))  # at most 1
     if kernel == "softplus":
         return xp.clip(x, 0, None) + xp.log1p(small)

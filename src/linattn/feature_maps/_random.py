@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ._base import Array, Family, concatenate, constant, namespace, wide
+from ._base import Array, Family, concatenate, constant, namespace, wide, with_sign
 
 __all__ = ["Favor", "PerformerRelu", "ReluRandom", "Rfa", "directions", "scaled"]
 
@@ -112,12 +112,14 @@ class Favor(Drawn, label="favor"):
 
         phi(x) = exp(w . y - |y|^2 / 2) / sqrt(D)              y = scale x        "positive"
         phi(x) = exp(+-w . y - |y|^2 / 2) / sqrt(D)            both signs         "hyperbolic"
+        phi(x) = exp(|y|^2 / 2) (sin, cos)(w . y) / sqrt(D/2)                     "trigonometric"
 
         E phi(q) . phi(k) = exp(scale^2 q . k)                 w ~ N(0, I)
 
     kind:
-        "positive", or "hyperbolic": D/2 directions and their opposites, of less variance for the
-        same D
+        "positive"; "hyperbolic": D/2 directions and their opposites, of less variance for the same
+        D; "trigonometric": D/2 directions, signed, of less variance for large weights and of far
+        more for small ones, so that denominators may vanish (NumPy arrays alone, not fused)
     scale:
         of q and of k; None is d_k^(-1/4)
     features, seed, orthogonal:
@@ -146,27 +148,45 @@ class Favor(Drawn, label="favor"):
     kind: str = "positive"
     scale: float | None = None
 
-    kernel = "exp"
-    nonnegative = True
     approximates = "exp(scale^2 q . k)"
     paper = "arXiv 2009.14794"
 
     def __post_init__(self) -> None:
-        if self.kind not in ("positive", "hyperbolic"):
-            raise ValueError(f"kind: expected 'positive' or 'hyperbolic', got {self.kind!r}")
+        kinds = ("positive", "hyperbolic", "trigonometric")
+        if self.kind not in kinds:
+            raise ValueError(f"kind: expected {', '.join(map(repr, kinds))}, got {self.kind!r}")
         super().__post_init__()
 
     @property
+    def kernel(self) -> str:  # type: ignore[override]
+        return "signed_exp" if self.kind == "trigonometric" else "exp"
+
+    @property
+    def nonnegative(self) -> bool:  # type: ignore[override]
+        return self.kind != "trigonometric"
+
+    @property
     def paired(self) -> bool:  # type: ignore[override]
-        return self.kind == "hyperbolic"
+        return self.kind != "positive"
 
     def project(self, x: Array) -> Array:
         xp = namespace(x)
         y = scaled(xp, x, self.scale)
         along = y @ self.drawn(xp, y)
+        half = (y * y).sum(-1)[..., None] / 2
+        if self.kind == "trigonometric":
+            if hasattr(x, "requires_grad"):
+                raise TypeError(
+                    "q: expected NumPy arrays for trigonometric features, got a tensor; take "
+                    "kind='positive' or 'hyperbolic'"
+                )
+            waves = concatenate(xp, [xp.sin(along), xp.cos(along)])
+            with xp.errstate(divide="ignore"):  # log 0: a feature that is 0
+                size = xp.log(abs(waves)) + (half - math.log(self.features / 2) / 2)
+            return with_sign(xp, size, waves < 0)
         if self.paired:
             along = concatenate(xp, [along, -along])
-        return along - ((y * y).sum(-1)[..., None] / 2 + math.log(self.features) / 2)
+        return along - (half + math.log(self.features) / 2)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
