@@ -33,7 +33,7 @@ Array = Any
 
 KERNELS = ("elu1", "relu", "squared_relu", "exp", "softplus", "sigmoid", "identity")
 EXPONENTIAL = ("exp", "signed_exp")
-"""Kernels whose states carry a power of two for each feature. `signed_exp` is not fused: features of
+"""Kernels whose states carry a power of two for each feature. `signed_exp` isn't fused: features of
 either sign that grow as exp, on the array backend. Its argument is log |phi| with the sign in the
 last bit, see `with_sign`."""
 
