@@ -59,6 +59,8 @@ struct Case {
   std::vector<int64_t> cu_seqlens;  // empty: not packed
   double reach;                     // q and k lie in [-reach, reach]
   int threads;
+  double eps = 0.25;
+  bool below = false;  // q and k in [-reach, -reach / 2]
 };
 
 void describe(const Case& c, const char* what, int64_t row, int64_t column, double found, Term expected) {
@@ -115,8 +117,8 @@ void run(const Case& c, const Kernels& kernels, uint64_t seed) {
   Operand out(c, heads, c.n_q, c.d_v, Matrix::dense), dq(c, heads, c.n_q, c.features, c.layout);
   Operand dk(c, c.states, c.n_k, c.features, c.layout), dv(c, c.states, c.n_k, c.d_v, c.layout);
   const double low = c.map == Map::identity ? 0.25 : -c.reach;  // so that no denominator is near 0
-  q.whole.fill(random, low, c.reach);
-  k.whole.fill(random, low, c.reach);
+  q.whole.fill(random, low, c.below ? -c.reach / 2 : c.reach);
+  k.whole.fill(random, low, c.below ? -c.reach / 2 : c.reach);
   v.whole.fill(random, -1, 1);
   grad.whole.fill(random, -1, 1);
   const plain::Mask mask(random, c.n_k, c.mask);
@@ -154,7 +156,7 @@ void run(const Case& c, const Kernels& kernels, uint64_t seed) {
   GradientProblem gradient;
   Problem& p = gradient.problem;
   p.form = c.causal ? Form::causal : Form::parallel;
-  p.layer = {c.dtype, c.map, c.normalize, c.features, c.d_v, 0.25};
+  p.layer = {c.dtype, c.map, c.normalize, c.features, c.d_v, c.eps};
   p.n_q = c.n_q;
   p.n_k = c.n_k;
   if (!c.cu_seqlens.empty()) {
@@ -247,7 +249,7 @@ void run(const Case& c, const Kernels& kernels, uint64_t seed) {
               seen[d * (V + 1) + static_cast<size_t>(e)] += x;
               seen_size[d * (V + 1) + static_cast<size_t>(e)] += std::fabs(x);
             }
-        double total = 0.25;
+        double total = c.eps;
         for (size_t d = 0; d < D; ++d) total += phi_q[d] * seen[d * (V + 1) + V];
         const double weight = c.normalize ? 1 / total : 1;
         std::vector<Term> turned(V + 1);  // g'
@@ -380,6 +382,11 @@ void far(const Kernels& kernels) {
       run(c, kernels, 7);
       c.map = Map::elu1;
       run(c, kernels, 8);
+      c.eps = 0;
+      c.reach = 100;
+      c.before = false;
+      c.below = true;  // products of phi below 2^-126, gradients of ordinary size
+      run(c, kernels, 9);
     }
 }
 
