@@ -519,7 +519,7 @@ MUTANTS = [
         "src/linattn/backends/array.py",
         "    return after, xp.where(xp.isfinite(lost), lost, 0.0)\n",
         "    return after, 0.0 * lost\n",
-        laws("length_in_float64"),
+        laws("length_of_the_array_backend_in_float64"),
     ),
     Mutant(
         "array backend: merged sums keep their own units",

@@ -1057,7 +1057,7 @@ def test_length(backend: str, dtype: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["elu1", "relu", "exp", "sigmoid"])
-def test_length_in_float64(name: str) -> None:
+def test_length_of_the_array_backend_in_float64(name: str) -> None:
     """Nothing wider stands behind these sums: the array backend carries what roundings lose."""
     c = 4.0  # roundings of equal terms add up within a block, and there alone
     q = np.array([[0.3, 1.7], [1.1, -0.2]])
