@@ -22,22 +22,16 @@ def _torch() -> Any:
 
 FRONTS: dict[str, Callable[[], Any]] = {"torch": _torch}  # a library, and its front end
 
-_of_type: dict[type, Any] = {}  # None: served here, or by nobody
-
 
 def front(value: Any) -> Any:
     """The front end that serves this value, an array or a dtype; None for NumPy's and all others.
 
-    A class counts as its library's where it or one of its bases was defined there.
+    A class counts as its library's where it or one of its bases was defined there. What is found is
+    not remembered, for a microsecond: torch.compile would see what it traced change, and trace once
+    more.
     """
-    kind = type(value)
-    if kind in _of_type:
-        return _of_type[kind]
-    found = None
-    for base in kind.__mro__:
+    for base in type(value).__mro__:
         library = base.__module__.partition(".")[0]
         if library in FRONTS:
-            found = FRONTS[library]()
-            break
-    _of_type[kind] = found
-    return found
+            return FRONTS[library]()
+    return None
