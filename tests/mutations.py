@@ -484,8 +484,8 @@ MUTANTS = [
         "a child after fork() waits for workers it does not have",
         "threads",
         "native/threads.cpp",
-        "[] { the_pool.store(nullptr, std::memory_order_release); }",
-        "[] {}",
+        "  the_pool.store(nullptr, std::memory_order_release);\n",
+        "",
         threads("fork", "fork_while_others_compute"),
     ),
     Mutant(
