@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +33,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., n, d_k) -> (..., n, D), the argument of the kernel."""
-        found = self.family(weight=self.weight, bias=self.bias, **self.given)
-        projected: Tensor = found.project(x)
+        make: Any = self.family  # each family has parameters of its own
+        projected: Tensor = make(weight=self.weight, bias=self.bias, **self.given).project(x)
         return projected
 
     def extra_repr(self) -> str:
