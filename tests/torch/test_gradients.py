@@ -47,7 +47,9 @@ def _attend(name: str, *x: Any, **options: Any) -> Any:
 
 def check(f: Any, x: Any) -> None:
     assert torch.autograd.gradcheck(f, x)
-    assert torch.autograd.gradgradcheck(f, x)
+    # The second derivative in a random direction: element by element it takes minutes.
+    torch.manual_seed(0)
+    assert torch.autograd.gradgradcheck(f, x, fast_mode=True)
 
 
 @every_map
