@@ -22,10 +22,8 @@ nb::object attend(nb::handle q, nb::handle k, nb::handle v, nb::handle feature_m
   if (causal && call.problem.n_q != call.problem.n_k) return nb::none();
   if (!call.take_sequences(cu_seqlens)) return nb::none();
   if (!state.is_none()) {
-    if (!PyTuple_Check(state.ptr()) || PyTuple_Size(state.ptr()) != 3) return nb::none();
-    if (!call.take_state(PyTuple_GetItem(state.ptr(), 0), PyTuple_GetItem(state.ptr(), 1),
-                         PyTuple_GetItem(state.ptr(), 2)))
-      return nb::none();
+    nb::handle parts[3];
+    if (!take_three(state, parts) || !call.take_state(parts[0], parts[1], parts[2])) return nb::none();
   }
   if (!call.lay_axes(false)) return nb::none();
 
@@ -124,13 +122,6 @@ bool lay_operand(const Call& call, const Array& a, bool is_keys, int64_t Axis::*
   return true;
 }
 
-bool has_shape(const Array& a, int nd, const npy_intp* dims) {
-  if (a.nd != nd) return false;
-  for (int i = 0; i < nd; ++i)
-    if (a.dims[i] != dims[i]) return false;
-  return true;
-}
-
 nb::object attend_backward(nb::handle grad_out, nb::handle grad_kv, nb::handle grad_k_sum, nb::handle q, nb::handle k,
                            nb::handle v, nb::handle out, nb::handle feature_map, double eps, bool causal,
                            nb::handle key_mask, nb::handle cu_seqlens, bool enable_gqa, bool normalize,
@@ -141,11 +132,6 @@ nb::object attend_backward(nb::handle grad_out, nb::handle grad_kv, nb::handle g
     return nb::none();
   if (causal && call.problem.n_q != call.problem.n_k) return nb::none();
   if (!call.take_sequences(cu_seqlens)) return nb::none();
-  const auto take_three = [](nb::handle three, nb::handle(&parts)[3]) {
-    if (!PyTuple_Check(three.ptr()) || PyTuple_Size(three.ptr()) != 3) return false;
-    for (int i = 0; i < 3; ++i) parts[i] = PyTuple_GetItem(three.ptr(), i);
-    return true;
-  };
   nb::handle parts[3];
   if (!before.is_none() && (!take_three(before, parts) || !call.take_state(parts[0], parts[1], parts[2])))
     return nb::none();

@@ -36,6 +36,20 @@ inline bool map_of(nb::handle name, Map& map) {
   return false;
 }
 
+inline bool has_shape(const Array& a, int nd, const npy_intp* dims) {
+  if (a.nd != nd) return false;
+  for (int i = 0; i < nd; ++i)
+    if (a.dims[i] != dims[i]) return false;
+  return true;
+}
+
+// (kv, k_sum, log_scale)
+inline bool take_three(nb::handle three, nb::handle (&parts)[3]) {
+  if (!PyTuple_Check(three.ptr()) || PyTuple_Size(three.ptr()) != 3) return false;
+  for (int i = 0; i < 3; ++i) parts[i] = PyTuple_GetItem(three.ptr(), i);
+  return true;
+}
+
 struct StateArrays {
   Array kv, k_sum, log_scale;
 
@@ -44,15 +58,10 @@ struct StateArrays {
   bool take(nb::handle kv_, nb::handle k_sum_, nb::handle log_scale_, bool exponential) {
     if (!kv.take(kv_) || !k_sum.take(k_sum_)) return false;
     if (!sums(kv, Kind::float64) || !sums(k_sum, Kind::float64)) return false;
-    if (kv.nd < 2 || k_sum.nd != kv.nd - 1) return false;
-    for (int i = 0; i < k_sum.nd; ++i)
-      if (kv.dims[i] != k_sum.dims[i]) return false;
+    if (kv.nd < 2 || !has_shape(k_sum, kv.nd - 1, kv.dims)) return false;
     if (log_scale_.is_none() == exponential) return false;
     if (!exponential) return true;
-    if (!log_scale.take(log_scale_) || !sums(log_scale, Kind::int32) || log_scale.nd != k_sum.nd) return false;
-    for (int i = 0; i < k_sum.nd; ++i)
-      if (log_scale.dims[i] != k_sum.dims[i]) return false;
-    return true;
+    return log_scale.take(log_scale_) && sums(log_scale, Kind::int32) && has_shape(log_scale, k_sum.nd, k_sum.dims);
   }
 
   bool writeable() const { return kv.writeable() && k_sum.writeable() && (!log_scale || log_scale.writeable()); }
@@ -291,9 +300,8 @@ struct Call {
     } else {
       DType dtype;
       if (!out.take(given) || !dtype_of(out, dtype) || dtype != problem.layer.dtype) return {};
-      if (out.nd != out_nd || !out.writeable() || out.is_tensor != q.is_tensor || !elements_apart(out)) return {};
-      for (int i = 0; i < out_nd; ++i)
-        if (out.dims[i] != out_dims[i]) return {};
+      if (!has_shape(out, out_nd, out_dims) || !out.writeable() || out.is_tensor != q.is_tensor || !elements_apart(out))
+        return {};
       for (const Array* a : {&q, &k, &v, &mask, &before.kv, &before.k_sum, &before.log_scale})
         if (*a && may_overlap(out, *a)) return {};
       result = nb::borrow(given);

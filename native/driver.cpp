@@ -1,6 +1,5 @@
 #include "driver.h"
 
-#include <atomic>
 #include <vector>
 
 #include "units.h"
@@ -8,7 +7,9 @@
 namespace linattn {
 namespace {
 
-class Run : Units {
+class Run : public Units {
+  friend class Units;
+
  public:
   Run(const Problem& p, const Kernels& kernels, int threads)
       : Units(p), kernels_(kernels), threads_(threads), prepared_bytes_(padded(kernels.prepared_bytes(p.layer))) {}
@@ -22,47 +23,47 @@ class Run : Units {
       switch (p_.form) {
         case Form::parallel:
           if (whole()) {
-            stages[count++] = {units_, guarded<&Run::whole_parallel>};
+            stages[count++] = {units_, guarded<Run, &Run::whole_parallel>};
           } else {
             allocate_shared(true);
-            stages[count++] = {units_ * pieces_, guarded<&Run::partial_sums>};
-            stages[count++] = {units_, guarded<&Run::merge_sums>};
-            stages[count++] = {units_ * groups_ * query_pieces_, guarded<&Run::query_piece>};
+            stages[count++] = {units_ * pieces_, guarded<Run, &Run::partial_sums>};
+            stages[count++] = {units_, guarded<Run, &Run::merge_sums>};
+            stages[count++] = {units_ * groups_ * query_pieces_, guarded<Run, &Run::query_piece>};
           }
           break;
         case Form::absorb:
           if (whole()) {
-            stages[count++] = {units_, guarded<&Run::whole_absorb>};
+            stages[count++] = {units_, guarded<Run, &Run::whole_absorb>};
           } else {
             allocate_shared(false);
-            stages[count++] = {units_ * pieces_, guarded<&Run::partial_sums>};
-            stages[count++] = {units_, guarded<&Run::merge_sums>};
+            stages[count++] = {units_ * pieces_, guarded<Run, &Run::partial_sums>};
+            stages[count++] = {units_, guarded<Run, &Run::merge_sums>};
           }
           break;
         case Form::query:
           if (whole()) {
-            stages[count++] = {units_, guarded<&Run::whole_query>};
+            stages[count++] = {units_, guarded<Run, &Run::whole_query>};
           } else {
             allocate_shared(true);
-            stages[count++] = {units_, guarded<&Run::prepare_given>};
-            stages[count++] = {units_ * groups_ * query_pieces_, guarded<&Run::query_piece>};
+            stages[count++] = {units_, guarded<Run, &Run::prepare_given>};
+            stages[count++] = {units_ * groups_ * query_pieces_, guarded<Run, &Run::query_piece>};
           }
           break;
         case Form::causal:
           if (whole()) {
-            stages[count++] = {units_, guarded<&Run::whole_causal>};
+            stages[count++] = {units_, guarded<Run, &Run::whole_causal>};
           } else {
             allocate_shared(false);
-            stages[count++] = {units_ * (pieces_ - 1), guarded<&Run::causal_sums>};
-            stages[count++] = {units_, guarded<&Run::scan_sums>};
-            stages[count++] = {units_ * pieces_, guarded<&Run::causal_piece>};
+            stages[count++] = {units_ * (pieces_ - 1), guarded<Run, &Run::causal_sums>};
+            stages[count++] = {units_, guarded<Run, &Run::scan_sums>};
+            stages[count++] = {units_ * pieces_, guarded<Run, &Run::causal_piece>};
           }
           break;
         case Form::quadratic:
-          stages[count++] = {units_ * groups_ * query_pieces_, guarded<&Run::quadratic_piece>};
+          stages[count++] = {units_ * groups_ * query_pieces_, guarded<Run, &Run::quadratic_piece>};
           break;
         case Form::step:
-          stages[count++] = {units_, guarded<&Run::one_step>};
+          stages[count++] = {units_, guarded<Run, &Run::one_step>};
           break;
       }
       run_stages(stages, count, this, threads_);
@@ -71,9 +72,6 @@ class Run : Units {
     }
     return !failed_.load();
   }
-
-  // Whether rows of output have left the working precision's range and hold something not finite.
-  bool troubled() const { return troubled_.load(); }
 
  private:
   // ---- how the work is cut ----
@@ -84,14 +82,7 @@ class Run : Units {
     double each = static_cast<double>(features_ * d_v_);
     if (p_.form == Form::quadratic) each = static_cast<double>((features_ + d_v_) * p_.n_k) / 2;
     if (all_rows() * each < kSerialWork) threads_ = 1;
-    if (p_.form == Form::causal && !cutting_pays()) pieces_ = 1;
-  }
-
-  // A causal sequence in pieces computes the sums of all but the last twice: 1.4 times the work. Whole sequences are
-  // better unless they leave more of the threads idle. (So the bits of a causal result depend on the thread count.)
-  bool cutting_pays() const {
-    const int64_t rounds = (units_ + threads_ - 1) / threads_;
-    return static_cast<double>(rounds * threads_) > 1.4 * static_cast<double>(units_);
+    if (p_.form == Form::causal && !cutting_pays(threads_)) pieces_ = 1;
   }
 
   // Whether one thread does all of a unit, so that no more states exist at a time than threads.
@@ -124,21 +115,6 @@ class Run : Units {
   }
 
   // ---- pieces of work ----
-
-  // A failed allocation in any piece ends the call with an error; no exception leaves a thread.
-  template <void (Run::*piece)(int64_t)>
-  static void guarded(void* self, int64_t index) {
-    Run* run = static_cast<Run*>(self);
-    try {
-      (run->*piece)(index);
-    } catch (const std::bad_alloc&) {
-      run->failed_.store(true);
-    }
-  }
-
-  void note(bool trouble) {
-    if (trouble) troubled_.store(true, std::memory_order_relaxed);
-  }
 
   void whole_parallel(int64_t unit) {
     const Own mine = own();
@@ -295,7 +271,6 @@ class Run : Units {
   int64_t prepared_bytes_;
   int64_t pieces_ = 1, query_pieces_ = 1;
   Memory shared_, prepared_;
-  std::atomic<bool> failed_{false}, troubled_{false};
 };
 
 }  // namespace

@@ -1,5 +1,4 @@
 // Gradients of all units of a call, on all threads.
-#include <atomic>
 #include <vector>
 
 #include "units.h"
@@ -7,7 +6,9 @@
 namespace linattn {
 namespace {
 
-class GradientRun : Units {
+class GradientRun : public Units {
+  friend class Units;
+
  public:
   GradientRun(const GradientProblem& g, const Kernels& kernels, int threads)
       : Units(g.problem),
@@ -27,29 +28,29 @@ class GradientRun : Units {
       if (p_.form == Form::causal) {
         row_weights_ = allocate(states_ * groups_ * p_.n_q * pair_bytes_);
         if (pieces_ == 1) {
-          stages[count++] = {units_, guarded<&GradientRun::whole_causal>};
+          stages[count++] = {units_, guarded<GradientRun, &GradientRun::whole_causal>};
         } else {
           key_sums_ = allocate(units_ * pieces_ * state_bytes_);
           query_sums_ = allocate(units_ * pieces_ * turned_bytes_);
-          stages[count++] = {units_ * (pieces_ - 1), guarded<&GradientRun::causal_key_sums>};
-          stages[count++] = {units_, guarded<&GradientRun::scan_keys>};
-          stages[count++] = {units_ * pieces_, guarded<&GradientRun::causal_queries>};
-          stages[count++] = {units_, guarded<&GradientRun::scan_queries>};
-          stages[count++] = {units_ * pieces_, guarded<&GradientRun::causal_keys>};
+          stages[count++] = {units_ * (pieces_ - 1), guarded<GradientRun, &GradientRun::causal_key_sums>};
+          stages[count++] = {units_, guarded<GradientRun, &GradientRun::scan_keys>};
+          stages[count++] = {units_ * pieces_, guarded<GradientRun, &GradientRun::causal_queries>};
+          stages[count++] = {units_, guarded<GradientRun, &GradientRun::scan_queries>};
+          stages[count++] = {units_ * pieces_, guarded<GradientRun, &GradientRun::causal_keys>};
         }
       } else if (units_ >= kPieces) {
-        stages[count++] = {units_, guarded<&GradientRun::whole_parallel>};
+        stages[count++] = {units_, guarded<GradientRun, &GradientRun::whole_parallel>};
       } else {
         query_sums_ = allocate(units_ * groups_ * query_pieces_ * turned_bytes_);
         prepared_ = allocate(units_ * prepared_bytes_);
         if (!p_.after.kv) {
           key_sums_ = allocate(units_ * pieces_ * state_bytes_);
-          stages[count++] = {units_ * pieces_, guarded<&GradientRun::key_sums>};
+          stages[count++] = {units_ * pieces_, guarded<GradientRun, &GradientRun::key_sums>};
         }
-        stages[count++] = {units_, guarded<&GradientRun::merge_keys>};
-        stages[count++] = {units_ * groups_ * query_pieces_, guarded<&GradientRun::queries>};
-        stages[count++] = {units_, guarded<&GradientRun::merge_queries>};
-        stages[count++] = {units_ * pieces_, guarded<&GradientRun::keys>};
+        stages[count++] = {units_, guarded<GradientRun, &GradientRun::merge_keys>};
+        stages[count++] = {units_ * groups_ * query_pieces_, guarded<GradientRun, &GradientRun::queries>};
+        stages[count++] = {units_, guarded<GradientRun, &GradientRun::merge_queries>};
+        stages[count++] = {units_ * pieces_, guarded<GradientRun, &GradientRun::keys>};
       }
       run_stages(stages, count, this, threads_);
     } catch (const std::bad_alloc&) {
@@ -58,34 +59,12 @@ class GradientRun : Units {
     return !failed_.load();
   }
 
-  bool troubled() const { return troubled_.load(); }
-
  private:
-  template <void (GradientRun::*piece)(int64_t)>
-  static void guarded(void* self, int64_t index) {
-    GradientRun* run = static_cast<GradientRun*>(self);
-    try {
-      (run->*piece)(index);
-    } catch (const std::bad_alloc&) {
-      run->failed_.store(true);
-    }
-  }
-
-  void note(bool trouble) {
-    if (trouble) troubled_.store(true, std::memory_order_relaxed);
-  }
-
   void plan_pieces() {
     pieces_ = cut(longest_keys(), units_);
     query_pieces_ = cut(longest_queries(), units_ * groups_);
     if (all_rows() * static_cast<double>(2 * features_ * d_v_) < kSerialWork) threads_ = 1;
-    if (p_.form == Form::causal && !cutting_pays()) pieces_ = 1;
-  }
-
-  // Pieces cost one walk more for the sums of the keys and one for those of the queries: 7 sweeps instead of 5.
-  bool cutting_pays() const {
-    const int64_t rounds = (units_ + threads_ - 1) / threads_;
-    return static_cast<double>(rounds * threads_) > 1.4 * static_cast<double>(units_);
+    if (p_.form == Form::causal && !cutting_pays(threads_)) pieces_ = 1;
   }
 
   // ---- memory ----
@@ -205,18 +184,13 @@ class GradientRun : Units {
       mask = at.mask;
       dk = g_.dk;
       dv = g_.dv;
-      int64_t key_index = unit % states_, group_index = static_cast<int64_t>(g);
-      for (int i = p_.axis_count - 1; i >= 0; --i) {
-        const Axis& axis = p_.axes[i];
-        int64_t& index = axis.keys ? key_index : group_index;
-        const int64_t step = index % axis.size;
-        index /= axis.size;
+      for_axes(unit, static_cast<int64_t>(g), [&](const Axis& axis, int64_t step) {
         to.grad_out[g].data += step * axis.grad_out;
         to.dq[g].data += step * axis.dq;
         dk.data += step * axis.dk;
         dv.data += step * axis.dv;
-      }
-      const int64_t first = p_.cu_seqlens ? p_.cu_seqlens[sequence_of(unit)] : 0;
+      });
+      const int64_t first = rows_of(unit).begin;
       to.grad_out[g].data += first * to.grad_out[g].row;
       to.dq[g].data += first * to.dq[g].row;
       dk.data += first * dk.row;
@@ -241,7 +215,7 @@ class GradientRun : Units {
     to.heads = {to.q.data(), to.out.data(), to.grad_out.data(), to.dq.data(), groups_, k, v, dk, dv, mask,
                 nullptr,     p_.n_q,        reversed ? -1 : 1};
     if (row_weights_) {
-      const int64_t first = p_.cu_seqlens ? p_.cu_seqlens[sequence_of(unit)] : 0;
+      const int64_t first = rows_of(unit).begin;
       const int64_t index = unit % states_ * groups_ * p_.n_q + first + (reversed ? n_q - 1 : 0);
       to.heads.row_weights = static_cast<char*>(row_weights_.get()) + index * pair_bytes_;
     }
@@ -403,7 +377,6 @@ class GradientRun : Units {
   int64_t turned_bytes_, prepared_bytes_, pair_bytes_;
   int64_t pieces_ = 1, query_pieces_ = 1;
   Memory key_sums_, query_sums_, prepared_, row_weights_;
-  std::atomic<bool> failed_{false}, troubled_{false};
 };
 
 }  // namespace

@@ -165,7 +165,7 @@ MUTANTS = [
         "packed sequences all start from the first one's state",
         "law 5",
         DRIVER,
-        "      at.before += sequence * before_stride();\n",
+        "      at.before += sequence_of(unit) * before_stride();\n",
         "",
         laws("continuation_of_packed_sequences"),
     ),
