@@ -115,21 +115,11 @@ class TensorState(State):
     # Changing it
 
     def absorb(self, k: Any, v: Any, key_mask: Any = None) -> TensorState:
-        if self._fused and _calm():
-            grad = torch.is_grad_enabled()
-            if (
-                self._plain(grad)
-                and _plain(k, grad)
-                and k.dtype is self.dtype
-                and _plain(v, grad)
-                and (key_mask is None or _plain(key_mask, grad))
-            ):
-                done = native.absorb(
-                    self.kv, self.k_sum, self.log_scale, k, v, self._kernel, key_mask
-                )
-                if done is not None:
-                    self._changed()
-                    return self
+        if self._straight(k, v, key_mask):
+            done = native.absorb(self.kv, self.k_sum, self.log_scale, k, v, self._kernel, key_mask)
+            if done is not None:
+                self._changed()
+                return self
         k, v = _arguments.rows(k=k, v=v)
         _arguments.fit(k, self)
         _check.key_shapes(tuple(k.shape), tuple(v.shape), self._shape)
@@ -156,27 +146,17 @@ class TensorState(State):
         normalize: bool = True,
         out: Any = None,
     ) -> Any:
-        if self._fused and _calm():
-            grad = torch.is_grad_enabled()
-            if (
-                self._plain(grad)
-                and _plain(q, grad)
-                and q.dtype is self.dtype
-                and _plain(k, grad)
-                and _plain(v, grad)
-                and (eps is None or (type(eps) is float and 0.0 <= eps < _INFINITY))
-                and (out is None or (_plain(out, grad) and not out.requires_grad))
-            ):
-                try:
-                    result = native.step(
-                        self.kv, self.k_sum, self.log_scale, q, k, v,
-                        self._kernel, self._eps if eps is None else eps, enable_gqa, normalize, out,
-                    )  # fmt: skip
-                    if result is not None:
-                        self._changed()
-                        return result
-                except TypeError:  # a flag that is no bool
-                    pass
+        if self._straight(q, k, v, eps=eps, out=out):
+            try:
+                result = native.step(
+                    self.kv, self.k_sum, self.log_scale, q, k, v,
+                    self._kernel, self._eps if eps is None else eps, enable_gqa, normalize, out,
+                )  # fmt: skip
+                if result is not None:
+                    self._changed()
+                    return result
+            except TypeError:  # a flag that is no bool
+                pass
         eps = _check.eps(eps, self._eps)
         enable_gqa = _check.flag("enable_gqa", enable_gqa)
         normalize = _check.flag("normalize", normalize)
@@ -220,24 +200,16 @@ class TensorState(State):
         normalize: bool = True,
         out: Any = None,
     ) -> Any:
-        if self._fused and _calm():
-            grad = torch.is_grad_enabled()
-            if (
-                self._plain(grad)
-                and _plain(q, grad)
-                and q.dtype is self.dtype
-                and (eps is None or (type(eps) is float and 0.0 <= eps < _INFINITY))
-                and (out is None or (_plain(out, grad) and not out.requires_grad))
-            ):
-                try:
-                    result = native.query(
-                        self.kv, self.k_sum, self.log_scale, q,
-                        self._kernel, self._eps if eps is None else eps, enable_gqa, normalize, out,
-                    )  # fmt: skip
-                    if result is not None:
-                        return result
-                except TypeError:  # a flag that is no bool
-                    pass
+        if self._straight(q, eps=eps, out=out):
+            try:
+                result = native.query(
+                    self.kv, self.k_sum, self.log_scale, q,
+                    self._kernel, self._eps if eps is None else eps, enable_gqa, normalize, out,
+                )  # fmt: skip
+                if result is not None:
+                    return result
+            except TypeError:  # a flag that is no bool
+                pass
         eps = _check.eps(eps, self._eps)
         enable_gqa = _check.flag("enable_gqa", enable_gqa)
         normalize = _check.flag("normalize", normalize)
@@ -357,6 +329,20 @@ class TensorState(State):
     @property
     def _sums(self) -> Sums:
         return Sums(self.kv, self.k_sum, self.log_scale)
+
+    def _straight(self, first: Any, *more: Any, eps: Any = None, out: Any = None) -> bool:
+        """Whether a call may go straight to the core, which declines what else doesn't fit."""
+        if not (self._fused and _calm()):
+            return False
+        grad = torch.is_grad_enabled()
+        return (
+            self._plain(grad)
+            and _plain(first, grad)
+            and first.dtype is self.dtype
+            and all(x is None or _plain(x, grad) for x in more)
+            and (eps is None or (type(eps) is float and 0.0 <= eps < _INFINITY))
+            and (out is None or (_plain(out, grad) and not out.requires_grad))
+        )
 
     def _plain(self, grad: bool) -> bool:
         scale = self.log_scale
