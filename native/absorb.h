@@ -152,7 +152,7 @@ static int64_t absorb_bytes(const Layer& layer) {
   const Widths<T> w(layer);
   const int64_t rows = rows_per_block<T>(kAbsorbRows, w.d_pad);
   const int64_t item = sizeof(T);
-  const int64_t own = (rows * (w.d_row + w.v_row) + w.d * w.v_row + 2 * w.d_pad) * item + rows + 8 * 64;
+  const int64_t own = (rows * (w.d_row + w.v_row + w.x_row) + w.d * w.v_row + 2 * w.d_pad) * item + rows + 9 * 64;
   if constexpr (sizeof(T) == 4) return own + absorb_bytes<double>(layer);
   return own;
 }
@@ -165,6 +165,7 @@ static void absorb_of(const Layer& layer, StateRef state, View k, View v, MaskVi
   Arena arena(scratch);
   T* phi = arena.take<T>(most * w.d_row);
   T* values = arena.take<T>(most * w.v_row);
+  T* input = arena.take<T>(most * w.x_row);
   T* scale = arena.take<T>(w.d_pad);
   uint8_t* kept = arena.take<uint8_t>(most);
   PendingSums<T> pending(layer, state, {k, v, mask}, arena);
@@ -174,7 +175,7 @@ static void absorb_of(const Layer& layer, StateRef state, View k, View v, MaskVi
     if (count == 0) continue;
     const bool some = count < rows;
     if (layer.map == Map::exp) {
-      raw_rows(layer, k, r0, rows, phi);
+      raw_rows(layer, k, r0, rows, phi, input);
       column_exponents<T>(phi, w.d_row, rows, w.d_pad, some ? kept : nullptr, scale);
       if (passes_scales(layer, state.log_scale, scale)) {
         pending.flush();
@@ -183,7 +184,7 @@ static void absorb_of(const Layer& layer, StateRef state, View k, View v, MaskVi
       prepare_scales(layer, state.log_scale, scale);
       exp_keys(layer, scale, phi, rows);
     } else {
-      map_block(layer, k, r0, rows, phi);
+      map_block(layer, k, r0, rows, phi, input);
     }
     Rows<T> right = rows_of<T>(layer.dtype, v, r0, rows, w.v, true, values, w.v_row);
     if (some) {
@@ -192,7 +193,7 @@ static void absorb_of(const Layer& layer, StateRef state, View k, View v, MaskVi
       clear_masked(kept, values, w.v_row, rows);
     }
     const int64_t next = r0 + rows, last = min_of(next + most, end);
-    Ahead ahead[2] = {Ahead(layer.dtype, k.data, k.row, k.col, w.d, next, last),
+    Ahead ahead[2] = {Ahead(layer.dtype, k.data, k.row, k.col, w.x, next, last),
                       Ahead(layer.dtype, v.data, v.row, v.col, w.v, next, last)};
     pending.add(phi, right, r0, rows, ahead);
   }

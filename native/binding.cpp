@@ -48,6 +48,7 @@ nb::object attend(nb::handle q, nb::handle k, nb::handle v, nb::handle feature_m
   } else if (!text_is(text, size, "linear")) {
     return nb::none();
   }
+  if (quadratic && call.problem.layer.projection) return nb::none();  // each block of queries would project all keys
   call.problem.form = causal ? Form::causal : quadratic ? Form::quadratic : Form::parallel;
 
   nb::object result = call.take_out(out);
@@ -109,6 +110,10 @@ nb::object step(nb::handle kv, nb::handle k_sum, nb::handle log_scale, nb::handl
   return result;
 }
 
+nb::object projection(nb::handle weight, nb::handle bias, double square, double shift, bool mirrored) {
+  return Projected::capsule(std::make_unique<Projected>(weight, bias, square, shift, mirrored));
+}
+
 // A view of an operand of a gradient, and its step along each axis of the problem.
 template <class V>
 bool lay_operand(const Call& call, const Array& a, bool is_keys, int64_t Axis::* step, V& view) {
@@ -128,7 +133,8 @@ nb::object attend_backward(nb::handle grad_out, nb::handle grad_kv, nb::handle g
                            nb::handle before, nb::handle after) {
   Call call;
   call.grouped = enable_gqa;
-  if (!call.take_map(feature_map, eps, normalize) || !call.take_keys(k, v, key_mask) || !call.take_queries(q))
+  if (!call.take_map(feature_map, eps, normalize) || !call.take_keys(k, v, key_mask) || !call.take_queries(q) ||
+      call.problem.layer.projection)
     return nb::none();
   if (causal && call.problem.n_q != call.problem.n_k) return nb::none();
   if (!call.take_sequences(cu_seqlens)) return nb::none();
@@ -217,6 +223,10 @@ NB_MODULE(_native, m) {
   }
   m.attr("__version__") = LINATTN_VERSION;
 
+  m.def("projection", projection, nb::arg("weight"), nb::arg("bias").none(), nb::arg("square"), nb::arg("shift"),
+        nb::arg("mirrored"),
+        "What a map does before its kernel, y = +-(x weight + bias) - square |x|^2 - shift, as an object: the verbs "
+        "take (kernel, projection) for a kernel's name.");
   m.def("attend", attend, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("feature_map"), nb::arg("eps"),
         nb::arg("causal"), nb::arg("key_mask").none(), nb::arg("cu_seqlens").none(), nb::arg("enable_gqa"),
         nb::arg("normalize"), nb::arg("state").none(), nb::arg("return_state"), nb::arg("order"), nb::arg("out").none(),

@@ -5,6 +5,7 @@
 
 #include "arrays.h"
 #include "dispatch.h"
+#include "projected.h"
 #include "threads.h"
 
 namespace linattn {
@@ -140,11 +141,25 @@ struct Call {
   int state_nd = 0;
   Batch q_batch, k_batch, v_batch, mask_batch, state_batch;
 
+  // feature_map: the name of a map, or (name, Projected).
   bool take_map(nb::handle feature_map, double eps, bool normalize) {
     Layer& layer = problem.layer;
     layer.normalize = normalize;
     layer.eps = eps;
-    return map_of(feature_map, layer.map) && eps >= 0;
+    nb::handle name = feature_map;
+    if (PyTuple_Check(feature_map.ptr())) {
+      if (PyTuple_Size(feature_map.ptr()) != 2) return false;
+      name = PyTuple_GetItem(feature_map.ptr(), 0);
+      const Projected* projected = Projected::of(PyTuple_GetItem(feature_map.ptr(), 1));
+      if (!projected) return false;
+      layer.projection = &projected->get();
+    }
+    return map_of(name, layer.map) && eps >= 0;
+  }
+  // Whether rows of q and k of this width have phi of D features.
+  bool makes(int64_t inputs, int64_t features) const {
+    const Projection* p = problem.layer.projection;
+    return p ? inputs == p->inputs && features == (p->mirrored ? 2 * p->columns : p->columns) : inputs == features;
   }
   bool exponential() const { return problem.layer.map == Map::exp; }
 
@@ -156,6 +171,9 @@ struct Call {
     if (k.dim(2) != v.dim(2) || k.dim(1) < 1 || v.dim(1) < 1) return false;
     problem.n_k = k.dim(2);
     problem.layer.features = k.dim(1);
+    if (const Projection* p = problem.layer.projection)
+      problem.layer.features = p->mirrored ? 2 * p->columns : p->columns;
+    if (!makes(k.dim(1), problem.layer.features)) return false;
     problem.layer.d_v = v.dim(1);
     problem.k = {k.data, k.stride(2), k.stride(1)};
     problem.v = {v.data, v.stride(2), v.stride(1)};
@@ -185,7 +203,7 @@ struct Call {
     const int64_t features = before.kv.dim(2), d_v = before.kv.dim(1);
     if (features < 1 || d_v < 1) return false;
     if (has_k && (features != problem.layer.features || d_v != problem.layer.d_v)) return false;
-    if (!has_k && q.dim(1) != features) return false;
+    if (!has_k && !makes(q.dim(1), features)) return false;
     problem.layer.features = features;
     problem.layer.d_v = d_v;
     problem.before = before.ref();

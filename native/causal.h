@@ -80,6 +80,7 @@ static bool causal_of(const Layer& layer, StateRef state, const Heads& heads, in
   T* values = arena.take<T>(kChunk * w.v_row);
   T* buffer = arena.take<T>(OutRows<T>::elements(w, kChunk));
   T* top = arena.take<T>(w.d_pad);
+  T* input = arena.take<T>(kChunk * w.x_row);
   RowScales<T> scales(arena, kChunk);
   uint8_t kept[kChunk];
 
@@ -90,7 +91,7 @@ static bool causal_of(const Layer& layer, StateRef state, const Heads& heads, in
     rows = min_of(kChunk, end - r0);
     const bool some = heads.mask.data && read_mask(heads.mask, r0, rows, kept) < rows;
     if (layer.map == Map::exp) {
-      raw_rows(layer, heads.k, r0, rows, phi_k);
+      raw_rows(layer, heads.k, r0, rows, phi_k, input);
       rows = rows_within_headroom<T>(layer, state.log_scale, phi_k, some ? kept : nullptr, rows, top, [&](const T* to) {
         pending.flush();
         raise_scales(layer, state, to);
@@ -98,7 +99,7 @@ static bool causal_of(const Layer& layer, StateRef state, const Heads& heads, in
       });
       exp_keys(layer, ready.scale, phi_k, rows);
     } else {
-      map_block(layer, heads.k, r0, rows, phi_k);
+      map_block(layer, heads.k, r0, rows, phi_k, input);
     }
     Rows<T> v = rows_of<T>(layer.dtype, heads.v, r0, rows, w.v, true, values, w.v_row);
     if (some) {
@@ -111,14 +112,14 @@ static bool causal_of(const Layer& layer, StateRef state, const Heads& heads, in
     const int64_t next = r0 + rows, last = min_of(next + kChunk, end);
 
     for (int64_t g = 0; g < heads.groups; ++g) {
-      map_queries(layer, ready, heads.q[g], r0, rows, phi_q, scales.power, scales.dots);
+      map_queries(layer, ready, heads.q[g], r0, rows, phi_q, scales.power, scales.dots, input);
       causal_weights(phi_q, w, phi_t, rows, weights);
       add_weights(weights, rows, scales.dots);
       scales.close(layer, rows);
       const OutRows<T> out(layer, heads.out[g], r0, buffer, kChunk);
       const View& from = heads.q[g];
       const OutView& to = heads.out[g];
-      Ahead q_ahead(layer.dtype, from.data, from.row, from.col, w.d, next, last);
+      Ahead q_ahead(layer.dtype, from.data, from.row, from.col, w.x, next, last);
       Ahead out_ahead(layer.dtype, to.data, to.row, to.col, w.v, next, last);
       for_strips<T, kTileVectors>(w.v_pad, [&](auto vectors, int64_t c) {
         constexpr int NV = decltype(vectors)::value;
@@ -134,7 +135,7 @@ static bool causal_of(const Layer& layer, StateRef state, const Heads& heads, in
       troubled |= finish_rows(layer, heads.out[g], r0, rows, out, scales, phi_q);
     }
     if (heads.state_unused && next == end) break;
-    Ahead ahead[2] = {Ahead(layer.dtype, heads.k.data, heads.k.row, heads.k.col, w.d, next, last),
+    Ahead ahead[2] = {Ahead(layer.dtype, heads.k.data, heads.k.row, heads.k.col, w.x, next, last),
                       Ahead(layer.dtype, heads.v.data, heads.v.row, heads.v.col, w.v, next, last)};
     pending.add(phi_k, v, r0, rows, ahead);
   }

@@ -37,6 +37,17 @@ struct StateRef {
   int32_t* log_scale;
 };
 
+// A linear step before the map: y = +-(x W + b) - square |x|^2 - shift, and phi(x) = map(y). W: (inputs, columns).
+struct Projection {
+  int64_t inputs, columns;
+  bool mirrored;  // both signs: D is twice the columns, else as many
+  double square, shift;
+  // W and b in either working precision: rows of `row` numbers, zeros behind the last column.
+  int64_t row;
+  const float *weight_float, *bias_float;
+  const double *weight_double, *bias_double;
+};
+
 // What all rows of one call share.
 struct Layer {
   DType dtype;
@@ -48,6 +59,8 @@ struct Layer {
   // A second pass, in double with every row of phi(q) scaled to about 1, over what left the range of the first: it
   // writes those rows only that hold something not finite.
   bool repair = false;
+  // nullptr: q and k go to the map as they are. The quadratic order and gradients take no other.
+  const Projection* projection = nullptr;
 };
 
 // One attention of n_k keys and n_q queries each for `groups` query heads that share them.

@@ -44,13 +44,16 @@ struct Widths {
   // Row strides of our own blocks: one vector more, since tiles run down narrow columns and a stride that is a power
   // of two would put the rows of a column into a few sets of the cache.
   int64_t d_row, v_row;
+  int64_t x, x_row;  // features of q and k before the map, and the row stride of copies of them: 0 without projection
   explicit Widths(const Layer& layer)
       : d(layer.features),
         d_pad(round_up<T>(layer.features)),
         v(layer.d_v),
         v_pad(round_up<T>(layer.d_v)),
         d_row(d_pad + kLanes<T>),
-        v_row(v_pad + kLanes<T>) {}
+        v_row(v_pad + kLanes<T>),
+        x(layer.projection ? layer.projection->inputs : layer.features),
+        x_row(layer.projection ? round_up<T>(x) + kLanes<T> : 0) {}
 };
 
 // The state as queries read it: kv: (D, padded d_v), k_sum: (padded D), scale: (padded D) for exponential maps.

@@ -155,16 +155,17 @@ static bool query_of(const Layer& layer, const void* prepared, View q, OutView o
   const int64_t most = rows_per_block<T>(kQueryRows, w.d_pad);
   Arena arena(scratch);
   T* phi = arena.take<T>(most * w.d_row);
+  T* input = arena.take<T>(most * w.x_row);
   T* buffer = arena.take<T>(OutRows<T>::elements(w, most));
   RowScales<T> scales(arena, most);
   bool troubled = false;
   for (int64_t r0 = begin; r0 < end; r0 += most) {
     const int64_t rows = min_of(most, end - r0);
-    map_queries(layer, state, q, r0, rows, phi, scales.power, scales.dots);
+    map_queries(layer, state, q, r0, rows, phi, scales.power, scales.dots, input);
     scales.close(layer, rows);
     const OutRows<T> ready(layer, out, r0, buffer, most);
     const int64_t next = r0 + rows, last = min_of(next + most, end);
-    Ahead q_ahead(layer.dtype, q.data, q.row, q.col, w.d, next, last);
+    Ahead q_ahead(layer.dtype, q.data, q.row, q.col, w.x, next, last);
     Ahead out_ahead(layer.dtype, out.data, out.row, out.col, w.v, next, last);
     for_strips<T, kTileVectors>(w.v_pad, [&](auto vectors, int64_t c) {
       constexpr int NV = decltype(vectors)::value;

@@ -286,7 +286,17 @@ def _attention(
         result = _closed(found, q, k, v, number, causal, call, enable_gqa, normalize, state,
                          return_state, linear, order, direct)  # fmt: skip
         return _answered(result, found, kind, return_state, out, direct)
+    sums = None if state is None else (state.kv, state.k_sum, state.log_scale)
+    native.know(q.dtype)
     if found.project is not None:
+        whole = native.fused(found, k)
+        if whole is not None:  # the core makes the projection too, a block of rows at a time
+            result = native.attend(
+                q, k, v, whole, number, causal, call.key_mask, call.cu_seqlens, enable_gqa,
+                normalize, sums, return_state, order, direct,
+            )  # fmt: skip
+            if result is not None:
+                return _answered(result, found, kind, return_state, out, direct)
         k = _check.features("k", found.project(k), k, None if state is None else state.D)
         q = _check.features("q", found.project(q), q, k.shape[-1])
         wide = _check.promoted(*(_check.dtype("q", x.dtype) for x in (q, k, v)))
@@ -298,7 +308,6 @@ def _attention(
         order = "quadratic" if cheaper else "linear"
     elif linear:
         order = "linear"
-    sums = None if state is None else (state.kv, state.k_sum, state.log_scale)
     native.know(q.dtype)
     result = backends.attend(
         q, k, v, found.kernel, number, causal, call.key_mask, call.cu_seqlens, enable_gqa,

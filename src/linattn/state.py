@@ -144,6 +144,14 @@ class State:
             return front.State.of(k, v, feature_map, key_mask)  # type: ignore[no-any-return]
         found = feature_maps.get(feature_map)
         k, v, mask, dtype, batch = _check.keys(k, v, key_mask)
+        whole = None if found.project is None else native.fused(found, k)
+        D = found.width(k.shape[-1])
+        if whole is not None and D is not None:
+            state = cls(*_empty(batch, D, v.shape[-1], found), found, dtype)
+            native.know(k.dtype)
+            done = native.absorb(state.kv, state.k_sum, state.log_scale, k, v, whole, mask)
+            if done is not None:
+                return state
         k, v = _mapped(found, "k", k, v, D=None)
         state = cls(*_empty(batch, k.shape[-1], v.shape[-1], found), found, dtype)
         native.know(k.dtype)
@@ -255,10 +263,12 @@ class State:
         k: (..., n_k, d_k), v: (..., n_k, d_v), key_mask: (n_k,) or k's shape less its last axis,
         True where the key takes part. Leading axes broadcast to the state's.
         """
-        if self._fused and type(k) is ndarray and k.dtype is self.dtype:
-            done = native.absorb(self.kv, self.k_sum, self.log_scale, k, v, self._kernel, key_mask)
-            if done is not None:
-                return self
+        if type(k) is ndarray and k.dtype is self.dtype:
+            whole = self._kernel if self._fused else native.fused(self.feature_map, k)
+            if whole is not None:
+                done = native.absorb(self.kv, self.k_sum, self.log_scale, k, v, whole, key_mask)
+                if done is not None:
+                    return self
         k, v, mask, dtype, _ = _check.keys(k, v, key_mask, self._shape)
         k, v = _mapped(self.feature_map, "k", k, v, D=self.D)
         native.know(k.dtype)
@@ -294,15 +304,15 @@ class State:
         [1.0, 1.5, 2.0]
         """
         if (
-            self._fused
-            and type(q) is ndarray
+            type(q) is ndarray
             and q.dtype is self.dtype
             and (eps is None or (type(eps) is float and 0.0 <= eps < _INFINITY))
+            and (whole := self._kernel if self._fused else native.fused(self.feature_map, q))
         ):
             try:
                 result = native.step(
                     self.kv, self.k_sum, self.log_scale, q, k, v,
-                    self._kernel, self._eps if eps is None else eps, enable_gqa, normalize, out,
+                    whole, self._eps if eps is None else eps, enable_gqa, normalize, out,
                 )  # fmt: skip
                 if result is not None:
                     return result
@@ -378,15 +388,15 @@ class State:
         `enable_gqa` q may have a multiple of its heads (third axis from the end).
         """
         if (
-            self._fused
-            and type(q) is ndarray
+            type(q) is ndarray
             and q.dtype is self.dtype
             and (eps is None or (type(eps) is float and 0.0 <= eps < _INFINITY))
+            and (whole := self._kernel if self._fused else native.fused(self.feature_map, q))
         ):
             try:
                 result = native.query(
                     self.kv, self.k_sum, self.log_scale, q,
-                    self._kernel, self._eps if eps is None else eps, enable_gqa, normalize, out,
+                    whole, self._eps if eps is None else eps, enable_gqa, normalize, out,
                 )  # fmt: skip
                 if result is not None:
                     return result

@@ -15,6 +15,8 @@ import warnings
 from types import ModuleType
 from typing import Any
 
+from ..feature_maps import FeatureMap
+
 __all__ = [
     "REMEDY",
     "VERBS",
@@ -22,6 +24,7 @@ __all__ = [
     "attend",
     "attend_backward",
     "extension",
+    "fused",
     "know",
     "query",
     "reason",
@@ -81,6 +84,24 @@ def know(dtype: Any) -> None:
     if dtype.name == "bfloat16":
         extension.register_bfloat16(dtype.num)
         _known.add(dtype.num)
+
+
+def fused(found: FeatureMap, x: Any) -> Any:
+    """What the verbs take as this map of rows like x: a kernel's name, or one with the projection
+    before it. None: `project` comes first.
+    """
+    if found.project is None:
+        return found.kernel
+    if extension is None or not x.shape:
+        return None
+    affine = found.affine(x.shape[-1])
+    if affine is None:
+        return None
+    if affine.core is None or affine.core[0] is not extension:
+        a = affine
+        made = extension.projection(a.weight, a.bias, a.square, a.shift, a.mirrored)
+        affine.core = (extension, (found.kernel, made))
+    return affine.core[1]
 
 
 def register_torch(torch: ModuleType) -> None:

@@ -24,6 +24,7 @@ Examples
 from ._base import (
     EXPONENTIAL,
     KERNELS,
+    Affine,
     Family,
     FeatureMap,
     cast,
@@ -52,6 +53,7 @@ from ._random import Rfa as rfa
 __all__ = [
     "EXPONENTIAL",
     "KERNELS",
+    "Affine",
     "Family",
     "FeatureMap",
     "cast",

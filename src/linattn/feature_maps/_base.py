@@ -14,6 +14,7 @@ from .. import fronts
 __all__ = [
     "EXPONENTIAL",
     "KERNELS",
+    "Affine",
     "Family",
     "FeatureMap",
     "cast",
@@ -36,6 +37,32 @@ EXPONENTIAL = ("exp", "signed_exp")
 """Kernels whose states carry a power of two for each feature. `signed_exp` isn't fused: features of
 either sign that grow as exp, on the array backend. Its argument is log |phi| with the sign in the
 last bit, see `with_sign`."""
+
+
+@dataclass(eq=False)
+class Affine:
+    """A projection that the compiled core can make itself, a block of rows at a time.
+
+    ::
+
+        project(x) = +-(x weight + bias) - square |x|^2 - shift
+
+    weight:
+        (d_k, columns), float64 and C-contiguous
+    bias:
+        (columns,), float64, or None
+    mirrored:
+        both signs, + first: D is twice the columns
+    core:
+        what the core has made of it, kept for its next call
+    """
+
+    weight: Array
+    bias: Array | None = None
+    square: float = 0.0
+    shift: float = 0.0
+    mirrored: bool = False
+    core: Any = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +112,15 @@ class FeatureMap:
     def width(self, d_k: int) -> int | None:
         """D for keys of d_k features; None where only calling the map can tell."""
         return d_k if self.project is None else None
+
+    def affine(self, d_k: int) -> Affine | None:
+        """`project` for rows of d_k numbers, as the compiled core can make it; None: it can't.
+
+        The same object each time, where weights don't change. A `project` that isn't a method may
+        have an `affine` of its own.
+        """
+        make = getattr(self.project, "affine", None)
+        return None if make is None else make(d_k)
 
     @property
     def averages(self) -> bool:

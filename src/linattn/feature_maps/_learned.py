@@ -11,9 +11,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ._base import Array, Family, concatenate, constant, namespace, wide
+import numpy as np
+
+from ._base import Affine, Array, Family, concatenate, constant, namespace, wide
 from ._elementwise import log_softmax
-from ._random import scaled
+from ._random import scaled, side
 
 __all__ = ["T2R", "Hedgehog", "PerformerLearned"]
 
@@ -59,6 +61,26 @@ class Learned(Family):
             )
         y = x @ constant(xp, self.weight, x).swapaxes(-1, -2)
         return y if self.bias is None else y + constant(xp, self.bias, x)[..., None, :]
+
+    def fixed(
+        self, scale: float = 1.0, square: float = 0.0, shift: float = 0.0, mirrored: bool = False
+    ) -> Affine | None:
+        """+-(scale W x + b) - square |x|^2 - shift; None where W differs by head or trains."""
+        if len(self.weight.shape) != 2 or any(
+            getattr(x, "requires_grad", False) for x in (self.weight, self.bias)
+        ):
+            return None
+        bias = None if self.bias is None else numbers(self.bias)
+        return Affine(
+            np.ascontiguousarray(numbers(self.weight).T * scale), bias, square, shift, mirrored
+        )
+
+
+def numbers(values: Array) -> Array:
+    """In NumPy, as float64."""
+    if hasattr(values, "requires_grad"):
+        values = values.detach().cpu().double().numpy()
+    return np.ascontiguousarray(values, dtype=np.float64)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -119,6 +141,9 @@ class Hedgehog(Learned, label="hedgehog"):
         both = concatenate(xp, [z, -z])
         return both if self.normalise is None else log_softmax(both)
 
+    def affine(self, d_k: int) -> Affine | None:
+        return self.fixed(mirrored=True) if self.normalise is None else None
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class T2R(Learned, label="t2r"):
@@ -147,6 +172,9 @@ class T2R(Learned, label="t2r"):
     def project(self, x: Array) -> Array:
         xp = namespace(x)
         return self.layer(xp, wide(xp, x))
+
+    def affine(self, d_k: int) -> Affine | None:
+        return self.fixed()
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -184,3 +212,7 @@ class PerformerLearned(Learned, label="performer_learned"):
         y = scaled(xp, x, self.scale)
         along = self.layer(xp, y)
         return along - ((y * y).sum(-1)[..., None] + math.log(along.shape[-1])) / 2
+
+    def affine(self, d_k: int) -> Affine | None:
+        scale = side(self.scale, d_k)
+        return self.fixed(scale, scale**2 / 2, math.log(self.weight.shape[-2]) / 2)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ._base import Array, Family, concatenate, constant, namespace, wide, with_sign
+from ._base import Affine, Array, Family, concatenate, constant, namespace, wide, with_sign
 
 __all__ = ["Favor", "PerformerRelu", "ReluRandom", "Rfa", "directions", "scaled"]
 
@@ -46,10 +46,25 @@ def directions(seed: int, count: int, d: int, orthogonal: bool) -> Array:
     return w
 
 
+@functools.lru_cache(maxsize=64)
+def along_directions(
+    seed: int, count: int, d: int, orthogonal: bool, scale: float, square: float, shift: float,
+    mirrored: bool,
+) -> Affine:  # fmt: skip
+    """+-scale w . x - square |x|^2 - shift for directions w."""
+    w = np.ascontiguousarray(directions(seed, count, d, orthogonal).T) * scale
+    return Affine(w, None, square, shift, mirrored)
+
+
 def scaled(xp: Any, x: Array, scale: float | None) -> Array:
     """x in at least float32, times the scale: d_k^(-1/4) by default, 1/sqrt(d_k) on both sides."""
     x = wide(xp, x)
-    return x * (x.shape[-1] ** -0.25 if scale is None else scale)
+    return x * side(scale, x.shape[-1])
+
+
+def side(scale: float | None, d_k: int) -> float:
+    """What rows are multiplied with: a given scale, or d_k^(-1/4)."""
+    return d_k**-0.25 if scale is None else scale
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -97,10 +112,14 @@ class Drawn(Family):
         """
         return replace(self, seed=seed)
 
+    @property
+    def count(self) -> int:
+        """How many directions are drawn."""
+        return self.features // 2 if self.paired else self.features
+
     def drawn(self, xp: Any, like: Array) -> Array:
         """The directions as columns: (d_k, number of them)."""
-        count = self.features // 2 if self.paired else self.features
-        w = directions(self.seed, count, like.shape[-1], self.orthogonal)
+        w = directions(self.seed, self.count, like.shape[-1], self.orthogonal)
         return constant(xp, w.T, like)
 
 
@@ -187,6 +206,15 @@ class Favor(Drawn, label="favor"):
         if self.paired:
             along = concatenate(xp, [along, -along])
         return along - (half + math.log(self.features) / 2)
+
+    def affine(self, d_k: int) -> Affine | None:
+        if self.kind == "trigonometric":
+            return None
+        scale = side(self.scale, d_k)
+        return along_directions(
+            self.seed, self.count, d_k, self.orthogonal, scale, scale**2 / 2,
+            math.log(self.features) / 2, self.paired,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -285,6 +313,11 @@ class ReluRandom(Drawn, label="relu_random"):
         xp = namespace(x)
         x = wide(xp, x)
         return x @ self.drawn(xp, x) * self.features**-0.5
+
+    def affine(self, d_k: int) -> Affine:
+        return along_directions(
+            self.seed, self.features, d_k, self.orthogonal, self.features**-0.5, 0.0, 0.0, False
+        )
 
 
 @dataclass(frozen=True, repr=False, eq=False)

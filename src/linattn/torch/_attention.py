@@ -125,6 +125,18 @@ def linear_attention(
         sequences=None if cuts is None else cuts.shape[0] - 1, enable_gqa=enable_gqa, state=shape,
     )  # fmt: skip
     kind = q.dtype
+    if found.project is not None and _fusable(q, k, v, mask, state):
+        whole = native.fused(found, k)
+        made = whole and native.attend(
+            q, k, v, whole, number, causal, mask, cuts, enable_gqa, normalize,
+            None if state is None else (state.kv, state.k_sum, state.log_scale), return_state,
+            "linear" if linear else order, None,
+        )  # fmt: skip
+        if made is not None:
+            answer = made[0] if return_state else made
+            if out is not None:
+                answer = into(out, answer, full)
+            return (answer, TensorState(*made[1:], found, kind)) if return_state else answer
     k, v = mapped(found, "k", k, v, None if state is None else state.D)
     q, v = mapped(found, "q", q, v, k.shape[-1])
     if found.project is not None:  # a map may round less, or more, than what it is given
@@ -145,6 +157,17 @@ def linear_attention(
         return answer
     assert after is not None
     return answer, TensorState(*after, found, kind)
+
+
+def _fusable(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: Any) -> bool:
+    """Whether the core may make a map's projection too: nothing looks on, no gradient is wanted."""
+    grad = torch.is_grad_enabled()
+    return (
+        _calm()
+        and all(_plain(x, grad) for x in (q, k, v))
+        and (mask is None or _plain(mask, grad))
+        and (state is None or state._plain(grad))
+    )
 
 
 def softmax_attention(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import feature_maps
-from ..feature_maps import Family, FeatureMap
+from ..feature_maps import Affine, Family, FeatureMap
 
 __all__ = ["Layer", "hedgehog", "performer_learned", "t2r"]
 
@@ -36,6 +36,15 @@ class Layer(nn.Module):
         make: Any = self.family  # each family has parameters of its own
         projected: Tensor = make(weight=self.weight, bias=self.bias, **self.given).project(x)
         return projected
+
+    def affine(self, d_k: int) -> Affine | None:
+        """What `forward` does, for the compiled core; None where somebody else looks on."""
+        if torch.is_grad_enabled() or self._forward_hooks or self._forward_pre_hooks:
+            return None
+        make: Any = self.family
+        weight, bias = (None if x is None else x.detach() for x in (self.weight, self.bias))
+        found: Affine | None = make(weight=weight, bias=bias, **self.given).affine(d_k)
+        return found
 
     def extra_repr(self) -> str:
         return f"{self.family.label}, weight={tuple(self.weight.shape)}"

@@ -116,7 +116,10 @@ class TensorState(State):
 
     def absorb(self, k: Any, v: Any, key_mask: Any = None) -> TensorState:
         if self._straight(k, v, key_mask):
-            done = native.absorb(self.kv, self.k_sum, self.log_scale, k, v, self._kernel, key_mask)
+            whole = self._kernel if self._fused else native.fused(self.feature_map, k)
+            done = whole and native.absorb(
+                self.kv, self.k_sum, self.log_scale, k, v, whole, key_mask
+            )
             if done is not None:
                 self._changed()
                 return self
@@ -148,9 +151,10 @@ class TensorState(State):
     ) -> Any:
         if self._straight(q, k, v, eps=eps, out=out):
             try:
-                result = native.step(
+                whole = self._kernel if self._fused else native.fused(self.feature_map, q)
+                result = whole and native.step(
                     self.kv, self.k_sum, self.log_scale, q, k, v,
-                    self._kernel, self._eps if eps is None else eps, enable_gqa, normalize, out,
+                    whole, self._eps if eps is None else eps, enable_gqa, normalize, out,
                 )  # fmt: skip
                 if result is not None:
                     self._changed()
@@ -202,9 +206,10 @@ class TensorState(State):
     ) -> Any:
         if self._straight(q, eps=eps, out=out):
             try:
-                result = native.query(
+                whole = self._kernel if self._fused else native.fused(self.feature_map, q)
+                result = whole and native.query(
                     self.kv, self.k_sum, self.log_scale, q,
-                    self._kernel, self._eps if eps is None else eps, enable_gqa, normalize, out,
+                    whole, self._eps if eps is None else eps, enable_gqa, normalize, out,
                 )  # fmt: skip
                 if result is not None:
                     return result
@@ -332,7 +337,7 @@ class TensorState(State):
 
     def _straight(self, first: Any, *more: Any, eps: Any = None, out: Any = None) -> bool:
         """Whether a call may go straight to the core, which declines what else doesn't fit."""
-        if not (self._fused and _calm()):
+        if not _calm():
             return False
         grad = torch.is_grad_enabled()
         return (
