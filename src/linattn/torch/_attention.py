@@ -133,10 +133,12 @@ def linear_attention(
             "linear" if linear else order, None,
         )  # fmt: skip
         if made is not None:
-            answer = made[0] if return_state else made
+            answer, *after = made if return_state else (made,)
             if out is not None:
                 answer = into(out, answer, full)
-            return (answer, TensorState(*made[1:], found, kind)) if return_state else answer
+            if not return_state:
+                return answer
+            return answer, TensorState(after[0], after[1], after[2], found, kind)
     k, v = mapped(found, "k", k, v, None if state is None else state.D)
     q, v = mapped(found, "q", q, v, k.shape[-1])
     if found.project is not None:  # a map may round less, or more, than what it is given

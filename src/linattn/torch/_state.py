@@ -56,6 +56,11 @@ class TensorState(State):
         batch = _check.key_shapes(tuple(k.shape), tuple(v.shape), None)
         mask = _arguments.mask(key_mask, k)
         kind = k.dtype
+        D = found.width(k.shape[-1])
+        if found.project is not None and D is not None and not _needs_gradient(k, v):
+            state = cls(*_zeros(batch, D, v.shape[-1], found.exponential, k.device), found, kind)
+            if state._absorbed(k, v, mask):
+                return state
         k, v = mapped(found, "k", k, v, None)
         k, v = _alike(k, v)
         if not transformed() and not _needs_gradient(k, v):
@@ -115,14 +120,8 @@ class TensorState(State):
     # Changing it
 
     def absorb(self, k: Any, v: Any, key_mask: Any = None) -> TensorState:
-        if self._straight(k, v, key_mask):
-            whole = self._kernel if self._fused else native.fused(self.feature_map, k)
-            done = whole and native.absorb(
-                self.kv, self.k_sum, self.log_scale, k, v, whole, key_mask
-            )
-            if done is not None:
-                self._changed()
-                return self
+        if self._absorbed(k, v, key_mask):
+            return self
         k, v = _arguments.rows(k=k, v=v)
         _arguments.fit(k, self)
         _check.key_shapes(tuple(k.shape), tuple(v.shape), self._shape)
@@ -348,6 +347,18 @@ class TensorState(State):
             and (eps is None or (type(eps) is float and 0.0 <= eps < _INFINITY))
             and (out is None or (_plain(out, grad) and not out.requires_grad))
         )
+
+    def _absorbed(self, k: Any, v: Any, key_mask: Any) -> bool:
+        """Whether the core has taken these keys in, straight from here."""
+        if not self._straight(k, v, key_mask):
+            return False
+        whole = self._kernel if self._fused else native.fused(self.feature_map, k)
+        if not (
+            whole and native.absorb(self.kv, self.k_sum, self.log_scale, k, v, whole, key_mask)
+        ):
+            return False
+        self._changed()
+        return True
 
     def _plain(self, grad: bool) -> bool:
         scale = self.log_scale
