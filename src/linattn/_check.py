@@ -453,6 +453,13 @@ def no_out_with_gradient() -> RuntimeError:
     )
 
 
+def mapped_cuts() -> ValueError:
+    return ValueError(
+        "cu_seqlens: expected one for all that vmap maps over, got a mapped one; pass it with "
+        "in_dims=None, or call the function once for each"
+    )
+
+
 def out_matches(got: tuple[Any, ...], expected: tuple[Any, ...], library: str) -> None:
     """(shape, dtype, device) of out."""
     for what, a, b in zip(("shape", "dtype", "device"), got, expected, strict=True):
