@@ -17,13 +17,13 @@ import dataclasses
 import functools
 from typing import Any
 
-from _common import D, Options, Report, Side, at_most, median, options, parser, qkv, race, ratios
+from _common import D, Options, Report, Side, at_most, median, qkv, race, ratios, run
 from _common import seconds as written
 
 from linattn import attention, feature_maps, linear_attention, plan
 
 MAPS = ("elu1", "taylor", "taylor(packed=False)")
-LONG = 8192  # positions beyond which the order that isn't taken has few turns: seconds each
+LONG = 8192  # positions beyond which the order not taken has few turns, of seconds each
 
 
 def one_chunk(call: Side) -> Side:
@@ -54,6 +54,7 @@ def sides(found: Any, n: int, causal: bool) -> dict[str, Side]:
 
 def measure(report: Report, o: Options) -> None:
     few = dataclasses.replace(o, rounds=min(o.rounds, 3))
+    many = o if o.quick else dataclasses.replace(o, rounds=3 * o.rounds, turn=o.turn / 3)
     for name in MAPS:
         found = feature_maps.get(name)
         for causal in (False, True):
@@ -67,7 +68,7 @@ def measure(report: Report, o: Options) -> None:
                 auto = made.pop("auto")
                 over, took = {}, {}
                 for order, side in made.items():
-                    turns = few if n > LONG and order != taken else o
+                    turns = many if n <= LONG else o if order == taken else few
                     times = race({"auto": auto, "order": side}, turns)
                     over[order] = ratios(times["auto"], times["order"])
                     took[order] = median(times["order"])
@@ -89,12 +90,5 @@ def measure(report: Report, o: Options) -> None:
                 )  # fmt: skip
 
 
-def main() -> None:
-    o = options(parser(__doc__).parse_args())
-    report = Report("orders", __doc__, o)
-    measure(report, o)
-    report.finish()
-
-
 if __name__ == "__main__":
-    main()
+    run("orders", __doc__, measure)
