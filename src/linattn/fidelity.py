@@ -101,7 +101,7 @@ class Fidelity:
         for m in (self.softmax, *self.maps):
             lines.append(
                 (
-                    m.name,
+                    "softmax attention" if m is self.softmax else m.name,
                     "" if m.D is None else f"{m.D:,}",
                     f"{m.operations / 1e6:,.1f}",
                     f"{m.error:.3f}",
@@ -126,8 +126,9 @@ class Fidelity:
         )
         what = "causal, " if self.causal else ""
         return (
-            f"{self.heads:,} heads, n_q {self.n_q:,}, n_k {self.n_k:,}, d_k {self.d_k:,}, d_v "
-            f"{self.d_v:,}, {what}weights of {self.rows:,} rows a head\n\n{rows}"
+            f"{self.heads:,} head{'s' * (self.heads > 1)}, n_q {self.n_q:,}, n_k {self.n_k:,}, "
+            f"d_k {self.d_k:,}, d_v {self.d_v:,}, {what}weights of {self.rows:,} rows a head\n\n"
+            f"{rows}"
         )
 
 

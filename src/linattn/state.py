@@ -209,7 +209,10 @@ class State:
         broken = (ValueError, KeyError, TypeError, AttributeError, EOFError, NotImplementedError)
         try:
             # opened here, since np.load leaves open what it cannot read
-            with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
+            with open(path, "rb") as raw:
+                file = np.load(raw, allow_pickle=False)
+                if "about" not in getattr(file, "files", ()):  # a .npy file is one array
+                    raise ValueError("it holds no 'about'")
                 about = json.loads(str(file["about"]))
                 arrays = {n: file[n] for n in ("kv", "k_sum", "log_scale") if n in file.files}
             if about["format"] != _FORMAT:
