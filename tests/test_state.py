@@ -349,6 +349,20 @@ def test_a_callable_is_passed_to_load(tmp_path):
         back.merge(State.of(k, v, lambda x: x * x))
 
 
+def test_a_merge_has_no_grouped_heads_to_advise():
+    with pytest.raises(ValueError, match=r"2 in self, 7 in other; insert an axis of 1") as error:
+        State.zeros((2, 3), D, E).merge(State.zeros((7, 3), D, E))
+    assert "enable_gqa" not in str(error.value)
+
+
+def test_saving_where_nothing_can_be(tmp_path):
+    """The error names the file that was asked for, not the one it is first written to."""
+    path = tmp_path / "missing" / "x.npz"
+    with pytest.raises(FileNotFoundError) as error:
+        State.of(*keys()).save(path)
+    assert error.value.filename == str(path)
+
+
 def test_files_that_are_none(tmp_path):
     path = tmp_path / "x.npz"
     state = State.of(*keys())

@@ -234,8 +234,9 @@ def broadcast(what: str, **shapes: Shape) -> Shape:
             bad = ", ".join(f"{d} in {name}" for name, d in sizes.items() if d != 1)
             raise ValueError(
                 f"{what}: expected equal sizes or 1 on each leading axis, got {listed}: axis "
-                f"{axis} has {bad}; insert an axis of 1 where it should broadcast, or set "
-                "enable_gqa=True if k and v have fewer heads"
+                f"{axis} has {bad}; insert an axis of 1 where it should broadcast"
+                + ", or set enable_gqa=True if k and v have fewer heads"
+                * ({"q", "k"} <= shapes.keys())
             )
         result.append(wide[0] if wide else 1)
     return tuple(result)

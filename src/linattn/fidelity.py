@@ -181,6 +181,8 @@ def fidelity(
     """
     call = _check.attention(q, k, v, causal=causal)
     rows = _check.size("rows", rows, 1)
+    if isinstance(maps, str) or callable(maps):
+        raise TypeError(f"maps: expected a list of maps, got {maps!r}; pass [{maps!r}]")
     n_q, n_k, d_k, d_v = call.q.shape[-2], call.k.shape[-2], call.k.shape[-1], call.v.shape[-1]
     if not 0 < n_k <= _MOST_KEYS or n_q == 0:
         raise ValueError(

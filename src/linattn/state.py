@@ -581,7 +581,10 @@ class State:
         if self.library != "numpy":
             about["library"] = self.library
         target = os.path.abspath(os.fspath(path))
-        handle, temporary = tempfile.mkstemp(dir=os.path.dirname(target), suffix=".part")
+        try:
+            handle, temporary = tempfile.mkstemp(dir=os.path.dirname(target), suffix=".part")
+        except OSError as error:  # names a file that nobody asked for
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from None
         try:
             with os.fdopen(handle, "wb") as file:
                 np.savez(file, about=np.array(json.dumps(about)), **self._in_numpy())
