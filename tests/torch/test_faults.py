@@ -158,10 +158,10 @@ def test_04_eps_in_half_precision(dtype: str, causal: bool, road: str) -> None:
     assert 0.6 < right < 0.8 * 1.5
     out = linear_attention(*x, eps=eps, causal=causal)
     step = torch.finfo(kind).eps
-    assert float(out) == pytest.approx(right, rel=4 * step)
+    assert out.item() == pytest.approx(right, rel=4 * step)
     dq, _, dv = torch.autograd.grad(out, x)
-    assert float(dv) == pytest.approx(right / 1.5, rel=4 * step)
-    assert float(dq) == pytest.approx(right * (1 - right / 1.5), rel=8 * step)  # phi' = phi
+    assert dv.item() == pytest.approx(right / 1.5, rel=4 * step)
+    assert dq.item() == pytest.approx(right * (1 - right / 1.5), rel=8 * step)  # phi' = phi
 
 
 @every_dtype
