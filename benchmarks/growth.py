@@ -93,10 +93,11 @@ def draw(curves: Mapping[str, Mapping[int, float]], path: Path, about: str) -> N
         colour, mark, line = looks[name]
         hollow = "white" if line == ":" else colour
         axes.plot(
-            list(curve), [1e3 * t for t in curve.values()], line, color=colour, marker=mark,
+            list(curve), list(curve.values()), line, color=colour, marker=mark,
             markersize=4, markerfacecolor=hollow, label=name,
         )  # fmt: skip
-    _picture.against_length(axes, "n, positions", "milliseconds a call", about)
+    _picture.against_length(axes, "n, positions", "time of a call", about)
+    axes.yaxis.set_major_formatter(lambda t, _: seconds(t).replace("us", "µs"))
     _picture.save(figure, path)
 
 

@@ -405,7 +405,7 @@ def plot(runs: dict[str, Training], path: Path) -> None:
         axes.plot(range(1, len(run.batch) + 1), run.batch, color=color, alpha=0.25, linewidth=0.8)
         axes.plot(run.steps, run.rest, color=color, marker="o", markersize=3, label=name)
     axes.set(xlabel="steps", ylabel="loss (nats a character)", xlim=(0, None))
-    axes.legend(title="held-out text")
+    axes.legend(title="held-out text (pale: batches)")
     axes.grid(alpha=0.3)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot().close(figure)
