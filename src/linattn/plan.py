@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Cost", "Plan", "plan", "prefers_one_chunk", "prefers_quadratic"]
+__all__ = ["Cost", "Plan", "closed_order", "plan", "prefers_one_chunk", "prefers_quadratic"]
 
 Order = Literal["linear", "quadratic"]
 Form = Literal["parallel", "chunked", "recurrent"]
@@ -81,6 +81,38 @@ def prefers_one_chunk(
     """
     outside = n * (n + 1) // 2 - _inside(n, chunk)
     return groups * outside * (width + d_v) < (1 + groups) * n * D * d_v
+
+
+def closed_order(
+    n_q: int,
+    n_k: int,
+    d_k: int,
+    d_v: int,
+    D: int,
+    groups: int,
+    causal: bool,
+    state: bool,
+    order: str,
+) -> Order:
+    """The order in which a map with a closed form is computed, given the one that was asked for.
+
+    Causal and "quadratic" together mean one chunk of all positions.
+
+    state:
+        whether one is given or returned
+
+    Examples
+    --------
+    >>> closed_order(1024, 1024, 64, 64, 2145, 1, causal=False, state=False, order="auto")
+    'quadratic'
+    """
+    if state or order == "linear":
+        return "linear"
+    if causal:
+        return "quadratic" if prefers_one_chunk(n_q, D, d_v, groups, d_k) else "linear"
+    if order == "quadratic" or prefers_quadratic(n_q, n_k, D, d_v, groups, d_k):
+        return "quadratic"
+    return "linear"
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ __all__ = [
     "names",
     "namespace",
     "signs",
+    "taken",
     "wide",
     "with_sign",
 ]
@@ -219,7 +220,7 @@ class Family(_Stated):
         return all(_alike(getattr(self, f.name), getattr(other, f.name)) for f in _parameters(self))
 
     def __hash__(self) -> int:
-        return hash((type(self), self.name))
+        return hash(type(self))  # of no parameter: torch.compile may know it as a symbol only
 
     def __reduce__(self) -> tuple[Any, ...]:
         given = [f.name for f in fields(self) if f.init]
@@ -288,6 +289,13 @@ def constant(xp: Any, values: Any, like: Array) -> Array:
 def concatenate(xp: Any, parts: list[Array]) -> Array:
     """Along the last axis."""
     return xp.concatenate(parts, -1)  # `axis` here, `dim` there
+
+
+def taken(xp: Any, x: Array, index: Array) -> Array:
+    """Rows, along the last axis but one, by an array of integers of NumPy's."""
+    if hasattr(x, "requires_grad"):  # torch, where brackets take three times as long
+        return xp.index_select(x, -2, xp.tensor(index, device=x.device))
+    return xp.take(x, index, -2)
 
 
 def with_sign(xp: Any, x: Array, negative: Array) -> Array:
@@ -390,6 +398,8 @@ def get(feature_map: str | FeatureMap | Callable[[Array], Array] | None = None) 
     if isinstance(feature_map, FeatureMap):
         return feature_map
     if isinstance(feature_map, str):
+        if feature_map in _FAMILIES:  # torch.compile can follow this, and not the parser
+            return _FAMILIES[feature_map]()
         return _BY_NAME.get(feature_map) or _parsed(feature_map)
     if isinstance(feature_map, type) and issubclass(feature_map, Family):
         return feature_map()
