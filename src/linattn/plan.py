@@ -12,6 +12,7 @@ seconds are wanted, the caller passes what was measured.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -268,7 +269,8 @@ def plan(
     Raises
     ------
     ValueError
-        a size that is negative, an unknown order, or a causal form with n_q != n_k
+        a size that is negative, an unknown order, a rate that is none, or a causal form with
+        n_q != n_k
 
     Examples
     --------
@@ -300,6 +302,9 @@ def plan(
         chunk = _CLOSED_CHUNK if closed_form else _CHUNK
     chunk, itemsize = _size("chunk", chunk, 1), _size("itemsize", itemsize, 1)
     threads, workspace = _size("threads", threads, 1), _size("workspace", workspace, 0)
+    for name, rate in (("matmul_rate", matmul_rate), ("copy_rate", copy_rate)):
+        if rate is not None and not 0 < rate < math.inf:
+            raise ValueError(f"{name}: expected a finite number above 0, a second, got {rate!r}")
     if order not in _ORDERS:
         raise ValueError(f"order: expected one of {', '.join(map(repr, _ORDERS))}, got {order!r}")
     if causal and n_q != n_k:
