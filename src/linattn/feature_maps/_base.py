@@ -299,19 +299,23 @@ def taken(xp: Any, x: Array, index: Array) -> Array:
 
 
 def with_sign(xp: Any, x: Array, negative: Array) -> Array:
-    """NumPy's float32 or float64 numbers with a sign in the last bit: 1 where negative.
+    """float32 or float64 numbers with a sign in the last bit: 1 where negative.
 
     It costs a rounding, of the size of the one that x has had already.
     """
     integer = xp.int64 if x.dtype == xp.float64 else xp.int32
-    coded = ((x.view(integer) & ~integer(1)) | negative).view(x.dtype)
+    plain = x.detach() if hasattr(x, "requires_grad") else x
+    coded = ((plain.view(integer) & -2) | negative).view(x.dtype)
+    if plain is not x:  # a gradient passes, and no bit is lost: the two differ by the last one
+        coded = x + (coded - plain)
     return xp.where(xp.isfinite(x), coded, x)  # infinity plus a bit would be NaN
 
 
 def signs(xp: Any, x: Array) -> Array:
     """1.0 or -1.0, from the last bit."""
     integer = xp.int64 if x.dtype == xp.float64 else xp.int32
-    return 1.0 - 2.0 * (x.view(integer) & integer(1))
+    plain = x.detach() if hasattr(x, "requires_grad") else x
+    return 1.0 - 2.0 * (plain.view(integer) & 1)
 
 
 def elementwise(xp: Any, kernel: str, x: Array) -> Array:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..feature_maps import EXPONENTIAL, signs
 from . import _maps
 
 __all__ = [
@@ -226,7 +227,7 @@ class Call:
         if self.packed:
             past = past[1:]
         self.held = tuple(torch.broadcast_shapes(k.shape[:-2], v.shape[:-2], past))
-        self.grouped, self.exponential = grouped, kernel == "exp"
+        self.grouped, self.exponential = grouped, kernel in EXPONENTIAL
         self.D, self.d_v = k.shape[-1] if D is None else D, v.shape[-1]
         if grouped:
             lead = (*torch.broadcast_shapes(q.shape[:-3], self.held[:-1]), q.shape[-3])
@@ -356,7 +357,7 @@ def _forward(
 
     if causal:
         finite = is_finite(part.v)
-        for rows in _chunks(part.q.shape[-2], CHUNK_EXP if kernel == "exp" else CHUNK):
+        for rows in _chunks(part.q.shape[-2], CHUNK_EXP if kernel in EXPONENTIAL else CHUNK):
             w, keys, values = _chunk(part, kernel, rows)
             pairs = _Pairs(w, keys, sums)
             scores = pairs.scores()
@@ -396,10 +397,10 @@ def _backward(
     before = part.before
     exact = before.kv.dtype
     lead = out.shape[:-2]
-    size = (CHUNK_EXP if kernel == "exp" else CHUNK) if causal else _block(part)
+    size = (CHUNK_EXP if kernel in EXPONENTIAL else CHUNK) if causal else _block(part)
     inverse = out.new_empty((*lead, out.shape[-2], 1), dtype=exact)  # 1 / den
     power = None  # that den is in units of
-    if kernel == "exp":
+    if kernel in EXPONENTIAL:
         power = out.new_zeros((*lead, out.shape[-2], 1), dtype=torch.int64)
 
     def upstream(rows: slice) -> tuple[Tensor, Tensor]:
@@ -651,8 +652,9 @@ def _features(x: Tensor, kernel: str) -> Rows:
     An elementwise map rounds once, so it is evaluated in the precision of x, at least float32.
     """
     dtype = wide(x.device)
-    if kernel == "exp":
-        return _mantissa(x.to(dtype))
+    if kernel in EXPONENTIAL:
+        f, n = _mantissa(x.to(dtype))
+        return Rows(f * signs(torch, x) if kernel == "signed_exp" else f, n)
     x = x if x.dtype == torch.float64 else x.to(torch.float32)
     return Rows(_maps.apply(kernel, x).to(dtype), None)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _check, backends
+from ..feature_maps import EXPONENTIAL
 from . import _arguments, _composite, _direct
 from ._composite import Sums
 
@@ -124,7 +125,7 @@ def _attend_fake(*args: Any) -> tuple[Tensor, ...]:
         held = (cuts.shape[0] - 1, *held)
     dtype = _composite.wide(q.device)
     D = k.shape[-1]
-    scale = q.new_empty((*held, D), dtype=torch.int32) if feature_map == "exp" else None
+    scale = q.new_empty((*held, D), dtype=torch.int32) if feature_map in EXPONENTIAL else None
     return _four(
         out,
         q.new_empty((*held, D, v.shape[-1]), dtype=dtype),
@@ -138,7 +139,7 @@ def _attend_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
     if not inputs[13]:  # return_state
         keep(ctx, inputs, out, (None, None, None))
     else:
-        keep(ctx, inputs, out, (kv, k_sum, log_scale if inputs[3] == "exp" else None))
+        keep(ctx, inputs, out, (kv, k_sum, log_scale if inputs[3] in EXPONENTIAL else None))
 
 
 def keep(ctx: Any, inputs: tuple[Any, ...], out: Tensor, after: Any) -> None:
@@ -361,7 +362,7 @@ def _attend_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, 
     if not args[13]:  # return_state
         return (out, kv, k_sum, log_scale), (0, None, None, None)
     extra = tuple(range(at + 1, at + 1 + rank - held))  # ones that queries alone asked for
-    scaled = args[3] == "exp"
+    scaled = args[3] in EXPONENTIAL
     kv, k_sum = kv.squeeze(extra), k_sum.squeeze(extra)
     log_scale = log_scale.squeeze(extra) if scaled else log_scale
     return (out, kv, k_sum, log_scale), (0, at, at, at if scaled else None)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import _check
-from ..feature_maps import FeatureMap
+from ..feature_maps import EXPONENTIAL, FeatureMap
 from . import _arguments, _composite, _direct, _eager, _ops
 from ._composite import Sums
 
@@ -54,7 +54,7 @@ def attend(
     )  # fmt: skip
     if not return_state:
         return out, None
-    return out, Sums(after[0], after[1], after[2] if kernel == "exp" else None)
+    return out, Sums(after[0], after[1], after[2] if kernel in EXPONENTIAL else None)
 
 
 def expanded(
