@@ -287,8 +287,9 @@ def _attention(
                          return_state, order, direct)  # fmt: skip
         return _answered(result, found, kind, return_state, out, direct)
     if found.project is not None:
-        k = _check.features("k", found.project(k), k, None if state is None else state.D)
-        q = _check.features("q", found.project(q), q, k.shape[-1])
+        D = None if state is None else state.D
+        k = _check.features("k", found.project(k), k, D)
+        q = _check.features("q", (found.project_queries or found.project)(q), q, k.shape[-1])
         wide = _check.promoted(*(_check.dtype("q", x.dtype) for x in (q, k, v)))
         q, k, v = (_check.converted(x, wide) for x in (q, k, v))
     elif state is not None:

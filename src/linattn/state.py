@@ -668,8 +668,9 @@ def _mapped(
     found: FeatureMap, name: str, x: Array, v: Array | None, D: int | None
 ) -> tuple[Array, Array]:
     """What of the map is no kernel, applied; v in the dtype that comes of it."""
-    if found.project is not None:
-        x = _check.features(name, found.project(x), x, D)
+    project = found.projection(name)
+    if project is not None:
+        x = _check.features(name, project(x), x, D)
         if v is not None:
             kind = _check.promoted(x.dtype, v.dtype)
             x, v = _check.converted(x, kind), _check.converted(v, kind)

@@ -53,8 +53,10 @@ class FeatureMap:
         whether phi(x) >= 0, so that the normalised output is an average of values
     eps:
         what ``eps=None`` means: 1e-6, and 0 where denominators can be honestly tiny
+    project_queries:
+        `project` for queries, where they are mapped otherwise than keys; None: they aren't
 
-    Calling it gives phi(x), computed in at least float32 and rounded to x's dtype once.
+    Calling it gives phi(x) of keys, computed in at least float32 and rounded to x's dtype once.
 
     Examples
     --------
@@ -71,6 +73,7 @@ class FeatureMap:
     project: Callable[[Array], Array] | None = None
     nonnegative: bool = True
     eps: float = 1e-6
+    project_queries: Callable[[Array], Array] | None = None
 
     def __post_init__(self) -> None:
         if self.kernel not in KERNELS and self.kernel != "signed_exp":
@@ -82,6 +85,12 @@ class FeatureMap:
     def exponential(self) -> bool:
         """Whether a state of this map carries a power of two for each feature."""
         return self.kernel in EXPONENTIAL
+
+    def projection(self, side: str) -> Callable[[Array], Array] | None:
+        """The step before the kernel for "q" or for "k"."""
+        if side == "q" and self.project_queries is not None:
+            return self.project_queries
+        return self.project
 
     def width(self, d_k: int) -> int | None:
         """D for keys of d_k features; None where only calling the map can tell."""
@@ -117,7 +126,8 @@ class FeatureMap:
     def __reduce__(self) -> tuple[Any, ...]:
         if _BY_NAME.get(self.name) is self:
             return get, (self.name,)
-        return FeatureMap, (self.name, self.kernel, self.project, self.nonnegative, self.eps)
+        given = (self.name, self.kernel, self.project, self.nonnegative, self.eps)
+        return FeatureMap, (*given, self.project_queries)
 
     def __repr__(self) -> str:
         return f"<feature map {self.name}>"
@@ -137,6 +147,7 @@ class _Stated(FeatureMap):
         project: Callable[[Array], Array] | None = field(init=False, compare=False)
     nonnegative: bool = field(init=False, compare=False)
     eps: float = field(init=False, compare=False)
+    project_queries: Callable[[Array], Array] | None = field(init=False, compare=False)
 
 
 class Family(_Stated):
@@ -179,6 +190,7 @@ class Family(_Stated):
     label: ClassVar[str] = ""
     kernel = "identity"
     nonnegative = False
+    project_queries = None
     computes: ClassVar[str] = ""
     approximates: ClassVar[str] = ""
     paper: ClassVar[str] = ""

@@ -83,14 +83,15 @@ def mapped(
     found: FeatureMap, name: str, x: Tensor, v: Tensor, D: int | None
 ) -> tuple[Tensor, Tensor]:
     """What of the map is no kernel, applied."""
-    if found.project is None:
+    project = found.projection(name)
+    if project is None:
         if D is not None:
             _check.width(tuple(x.shape), D)
         return x, v
     if torch.compiler.is_compiling() and (found.closed_form or getattr(found, "random", False)):
-        made = _untraced(found.project, x)
+        made = _untraced(project, x)
     else:
-        made = found.project(x)
+        made = project(x)
     if not isinstance(made, Tensor):
         raise _check.unfit(f"feature_map({name})", made, "a torch.Tensor back", None)
     _arguments.dtype(f"feature_map({name})", made.dtype)
