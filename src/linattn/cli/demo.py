@@ -52,13 +52,7 @@ FORMS = {
 
 
 def demo(
-    files: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[Q K V]",
-            help="Arrays to take: three files, or one that holds q, k and v. Without: random ones.",
-        ),
-    ] = None,
+    files: _files.Given = None,
     n: Annotated[int, typer.Option("--n", min=1, help="Positions of the random arrays.")] = 128,
     d: Annotated[int, typer.Option("--d", min=1, help="Features of the random arrays.")] = 64,
     feature_map: Annotated[

@@ -20,13 +20,7 @@ MOST = 1.5  # of the axes
 
 
 def fidelity(
-    files: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[Q K V]",
-            help="Arrays to take: three files, or one that holds q, k and v. Without: random ones.",
-        ),
-    ] = None,
+    files: _files.Given = None,
     feature_map: Annotated[
         list[str] | None,
         typer.Option(
