@@ -8,7 +8,8 @@ file stand here.
  3  test_03_float32_sums_do_not_saturate
  4  test_04_zero_rows, test_04_eps_in_half_precision, test_04_one_meaning_of_eps
  5  test_05_masked_keys_are_as_if_removed
- 6  the same; test_attention.py::test_05_06_19_masked_keys_are_as_if_removed
+ 6  the same, test_06_masked_rows_where_torch_differentiates;
+    test_attention.py::test_05_06_19_masked_keys_are_as_if_removed
  7  test_07_fully_masked; test_gradients.py::test_07_fully_masked_rows_have_zero_gradients
  8  test_08_gradients_of_earlier_queries; test_attention.py::test_08_no_look_ahead
 11  test_11_causal_lengths_that_differ, test_11_lengths_that_differ
@@ -237,6 +238,30 @@ def test_05_masked_keys_of_the_causal_form(name: str, poison: float, road: str) 
     for a, b in zip(torch.autograd.grad(out, x, g), right, strict=True):
         torch.testing.assert_close(a[:, mask], b)
         assert (a[:, ~mask] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["elu1", "exp"])
+@both_forms
+def test_06_masked_rows_where_torch_differentiates(name: str, causal: bool) -> None:
+    """Gradients of torch.func and of gradients are taken through every operation."""
+    x = inputs(30, (), 19, 5, 3, torch.float64)
+    mask = torch.arange(19) % 4 > 0
+
+    def loss(*x: Any) -> Any:
+        return linear_attention(*x, name, causal=causal, key_mask=mask)[mask].square().sum()
+
+    def second(*x: Any) -> Any:
+        x = leaves(*x)
+        first = torch.autograd.grad(loss(*x), x, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), x)
+
+    ways = (torch.func.grad(loss, (0, 1, 2)), second)
+    clean = [way(*x) for way in ways]
+    for t in x[1:]:
+        t[~mask] = torch.nan
+    for way, right in zip(ways, clean, strict=True):
+        for a, b in zip(way(*x), right, strict=True):
+            torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("name", ["elu1", "exp", "relu"])
