@@ -76,17 +76,19 @@ def test_compiled_states(name: str) -> None:
     assert isinstance(state, State)
     same(out, right)
     same(state.kv, expected.kv)
-    go_on = compiled(lambda q, k, v, s: linear_attention(q, k, v, name, causal=True, state=s))
-    same(go_on(q, k, v, state), linear_attention(q, k, v, name, causal=True, state=expected))
-    step = compiled(lambda q, k, v, s: s.step(q, k, v))
-    for t in range(3):
-        row = [x[..., t : t + 1, :] for x in (q, k, v)]
-        same(step(*row, state), expected.step(*row))
+
+    def use(q: Any, k: Any, v: Any, state: Any) -> Any:
+        further = linear_attention(q, k, v, name, causal=True, state=state)
+        one = state.step(q[..., :1, :], k[..., :1, :], v[..., :1, :])
+        return further, one, state.absorb(k, v).query(q)
+
+    used = compiled(use)
+    for n in (3, 37, 2):
+        rows = [x[..., :n, :] for x in (q, k, v)]
+        for found, right in zip(used(*rows, state), use(*rows, expected), strict=True):
+            same(found, right)
         same(state.kv, expected.kv)
         same(state.k_sum, expected.k_sum)
-    absorb = compiled(lambda k, v, s: s.absorb(k, v).query(k))
-    same(absorb(k, v, state), expected.absorb(k, v).query(k))
-    same(state.kv, expected.kv)
 
 
 @pytest.mark.slow
