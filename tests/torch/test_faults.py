@@ -240,7 +240,7 @@ def test_05_masked_keys_of_the_causal_form(name: str, poison: float, road: str) 
         assert (a[:, ~mask] == 0).all()
 
 
-@pytest.mark.parametrize("name", ["elu1", "exp"])
+@pytest.mark.parametrize("name", ["elu1", "exp", "softplus"])
 @both_forms
 def test_06_masked_rows_where_torch_differentiates(name: str, causal: bool) -> None:
     """Gradients of torch.func and of gradients are taken through every operation."""
