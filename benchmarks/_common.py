@@ -14,6 +14,7 @@ import math
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -412,6 +413,73 @@ def _json(value: Any) -> str:
         return None if isinstance(x, float) and not math.isfinite(x) else x
 
     return json.dumps(plain(value), indent=1, allow_nan=False)
+
+
+def run(
+    name: str,
+    doc: str | None,
+    *measures: Callable[[Report, Options], object],
+    plot: bool = False,
+    child: Callable[[Options, Any], Any] | None = None,
+) -> None:
+    """What a benchmark does when it is called: reads the arguments, measures, ends its report.
+
+    child:
+        what it does in a process of its own, where `apart` sent it
+    """
+    arguments = parser(doc, plot=plot)
+    if child is not None:
+        arguments.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
+    given = arguments.parse_args()
+    if child is not None and given.case is not None:
+        print(json.dumps(child(options(given), given.case)))
+        return
+    o = options(given)
+    report = Report(name, doc, o)
+    for measure in measures:
+        measure(report, o)
+    report.finish()
+
+
+def apart(script: str, case: Any, o: Options, environment: Mapping[str, str] | None = None) -> Any:
+    """What a benchmark's `child` answers to a case, in a process of its own; both are JSON."""
+    command = [sys.executable, script, "--case", json.dumps(case)]
+    command += ["--rounds", str(o.rounds), "--turn", str(o.turn), *["--quick"] * o.quick]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# ---------------------------------------------------------------------------------------- memory
+
+MEBI = 1 << 20
+
+NO_PEAK = "skipped: Windows tells no peak by the standard library"
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def peak() -> int:
+    """The most memory that this process held since `forget_peak`, in bytes."""
+    if _STATUS.exists():
+        for line in _STATUS.read_text("utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) << 10
+        raise OSError(f"{_STATUS} has no VmHWM")
+    import resource
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most << 10
+
+
+def forget_peak() -> int:
+    """From now on the peak is what is held now, which is returned."""
+    try:
+        _CLEAR.write_text("5", "utf-8")
+    except OSError:  # not Linux, or not allowed: the peak so far stands in for it
+        pass
+    return peak()
 
 
 # ---------------------------------------------------------------------- inputs, and the other side

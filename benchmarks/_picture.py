@@ -1,4 +1,4 @@
-"""The picture of the peers: how many times as long as ours each takes, from the written results."""
+"""The picture of the peers, and what all pictures share; only those who draw need matplotlib."""
 
 from __future__ import annotations
 
@@ -16,6 +16,34 @@ FORMS = {  # what is compared, and the benchmark that has it
 SIZE = (8, 8192)  # heads and positions that are shown, or the nearest that a peer was timed at
 
 
+def pyplot() -> Any:
+    """Matplotlib without a window; the same file from the same numbers."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "linattn"
+    from matplotlib import pyplot as plt
+
+    return plt
+
+
+def against_length(axes: Any, x: str, y: str, title: str) -> None:
+    """Labels and scales of curves over n, log-log."""
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.set_title(title, fontsize=9)
+    axes.grid(True, which="major", color="#e4e4e4")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+
+
+def save(figure: Any, path: Path) -> None:
+    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot().close(figure)
+
+
 def chosen(results: Mapping[str, Any], form: str) -> list[Any]:
     """A row for each peer of a form, at the size nearest to what is shown; slowest last."""
 
@@ -31,18 +59,15 @@ def chosen(results: Mapping[str, Any], form: str) -> list[Any]:
 
 
 def draw(results: Mapping[str, Any], path: Path) -> bool:
-    """One panel a form; False where there is nothing to draw."""
+    """How many times as long as ours each peer takes, one panel a form, from the written results.
+
+    False where there is nothing to draw.
+    """
     panels = {form: rows for form in FORMS if (rows := chosen(results, form))}
     if not panels:
         return False
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "linattn"  # the same file from the same numbers
-    from matplotlib import pyplot as plt
-
     heights = [len(rows) + 1 for rows in panels.values()]
-    figure, axes = plt.subplots(
+    figure, axes = pyplot().subplots(
         len(panels), sharex=True, squeeze=False, layout="constrained",
         figsize=(7, 0.26 * sum(heights) + 0.3 * len(panels) + 0.5), height_ratios=heights,
     )  # fmt: skip
@@ -68,6 +93,5 @@ def draw(results: Mapping[str, Any], path: Path) -> bool:
     axes[-1, 0].set_xlabel(
         f"times as long as linattn; {SIZE[0]} heads × {SIZE[1]:,}, float32, d = 64"
     )
-    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-    plt.close(figure)
+    save(figure, path)
     return True

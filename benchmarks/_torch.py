@@ -6,7 +6,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import peers
-from _common import Report, Row, Target, median, ratios, seconds
+from _common import (
+    D,
+    Options,
+    Report,
+    Row,
+    Target,
+    median,
+    operations,
+    qkv,
+    race,
+    ratios,
+    seconds,
+)
 
 OURS = "linattn"
 LIMIT = 8192  # positions beyond which softmax attention takes minutes
@@ -61,6 +73,42 @@ def against(
         for peer in compared
         if peer.name != OURS and peer.name in times
     ]  # fmt: skip
+
+
+def passes(
+    report: Report,
+    o: Options,
+    form: str,
+    names: Iterable[str],
+    cases: Iterable[tuple[int, int]],
+    targets: Mapping[tuple[int, int], Mapping[str, Target]],
+) -> None:
+    """Forward passes of a form over (heads, n), all of these peers in one race."""
+    compared = load(report, *names)
+    if not compared:
+        return
+    causal = form == "causal"
+    for heads, n in [(2, 128)] if o.quick else cases:
+        report.heading(f"{form}, {heads} head{'s' * (heads > 1)} x {n:,}, float32, d = {D}")
+        q, k, v = qkv(heads, n, D)
+        sides = {
+            peer.name: peer.side(q, k, v, causal=causal)
+            for peer in compared
+            if n <= LIMIT or "softmax" not in peer.omits
+        }
+        times = race({**sides, "matmul": report.machine.matmul}, o)
+        ours = times[OURS]
+        work = operations(n, heads)
+        label = f"{heads} x {n:,}"
+        report.row(
+            f"{label}: share of the matmul rate", report.machine.share(work, ours, times["matmul"]),
+            "", None, f"{seconds(median(ours))}, {work / median(ours) / 1e9:.1f} GFLOP/s",
+            heads=heads, n=n,
+        )  # fmt: skip
+        against(
+            report, label, times, compared, targets.get((heads, n)), heads=heads, n=n, form=form
+        )
+    losses(report)
 
 
 def losses(report: Report) -> None:

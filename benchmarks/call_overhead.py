@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from _common import Options, Report, at_most, options, parser, race
+from _common import Options, Report, at_most, race, run
 
 from linattn import State, linear_attention
 from linattn.backends import native
@@ -87,12 +87,5 @@ def measure(report: Report, o: Options) -> None:
         report.row(name, differences, "us")
 
 
-def main() -> None:
-    o = options(parser(__doc__).parse_args())
-    report = Report("call_overhead", __doc__, o)
-    measure(report, o)
-    report.finish()
-
-
 if __name__ == "__main__":
-    main()
+    run("call_overhead", __doc__, measure)

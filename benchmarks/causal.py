@@ -17,11 +17,10 @@ from _common import (
     at_least,
     median,
     operations,
-    options,
-    parser,
     qkv,
     race,
     ratios,
+    run,
     seconds,
     textbook_causal,
 )
@@ -65,12 +64,5 @@ def measure(report: Report, o: Options) -> None:
                 )  # fmt: skip
 
 
-def main() -> None:
-    o = options(parser(__doc__).parse_args())
-    report = Report("causal", __doc__, o)
-    measure(report, o)
-    report.finish()
-
-
 if __name__ == "__main__":
-    main()
+    run("causal", __doc__, measure)

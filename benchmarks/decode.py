@@ -19,11 +19,10 @@ from _common import (
     at_most,
     elu1,
     median,
-    options,
-    parser,
     qkv,
     race,
     ratios,
+    run,
     seconds,
 )
 
@@ -116,12 +115,5 @@ def check(ggml: Any) -> None:
         raise SystemExit(f"ggml's step is not what this adapter takes it for: off by {worst:.1e}")
 
 
-def main() -> None:
-    o = options(parser(__doc__).parse_args())
-    report = Report("decode", __doc__, o)
-    measure(report, o)
-    report.finish()
-
-
 if __name__ == "__main__":
-    main()
+    run("decode", __doc__, measure)

@@ -8,12 +8,8 @@ Then what a map, a dtype, a state and an instruction set cost.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,13 +19,13 @@ from _common import (
     Machine,
     Options,
     Report,
+    apart,
     median,
     operations,
-    options,
-    parser,
     qkv,
     race,
     ratios,
+    run,
     seconds,
 )
 
@@ -131,8 +127,8 @@ def _dtypes() -> list[Any]:
     return [np.float64, np.float16, bfloat16]
 
 
-def set_child(o: Options) -> None:
-    """In a process that LINATTN_ISA was set for: shares of the matmul rate, as JSON."""
+def child(o: Options, _: str) -> dict[str, Any]:
+    """In a process that LINATTN_ISA was set for: what is in use, and shares of the matmul rate."""
     heads, n = (2, 128) if o.quick else (8, 4096)
     machine = Machine(o)
     found = {}
@@ -151,23 +147,13 @@ def set_child(o: Options) -> None:
     state = State.zeros((8,), D, D)
     one = qkv(8, 1, D)
     found["step"] = race({"step": lambda: state.step(*one)}, o)["step"]
-    print(json.dumps({"set": show_config().instruction_set, "found": found}))
+    return {"set": show_config().instruction_set, "found": found}
 
 
 def instruction_sets(report: Report, o: Options) -> None:
     report.heading(f"instruction sets, {'2 x 128' if o.quick else '8 x 4,096'}: share of the rate")
     for name in show_config().instruction_sets:
-        command = [sys.executable, __file__, "--set-child", "--rounds", str(o.rounds)]
-        done = subprocess.run(
-            command + ["--quick"] * o.quick,
-            env={**os.environ, "LINATTN_ISA": name},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(done.stderr)
-        answer = json.loads(done.stdout.splitlines()[-1])
+        answer = apart(__file__, name, o, {**os.environ, "LINATTN_ISA": name})
         if answer["set"] != name:
             report.note(f"LINATTN_ISA={name} gave {answer['set']}")
         for what, values in answer["found"].items():
@@ -178,20 +164,5 @@ def instruction_sets(report: Report, o: Options) -> None:
                 report.row(f"{name}: {what}", values, "", set=name)
 
 
-def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--set-child", action="store_true", help=argparse.SUPPRESS)
-    given = arguments.parse_args()
-    o = options(given)
-    if given.set_child:
-        set_child(o)
-        return
-    report = Report("floor", __doc__, o)
-    distances(report, o)
-    parts(report, o)
-    instruction_sets(report, o)
-    report.finish()
-
-
 if __name__ == "__main__":
-    main()
+    run("floor", __doc__, distances, parts, instruction_sets, child=child)

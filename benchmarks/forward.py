@@ -17,11 +17,10 @@ from _common import (
     at_least,
     median,
     operations,
-    options,
-    parser,
     qkv,
     race,
     ratios,
+    run,
     seconds,
     textbook,
 )
@@ -101,13 +100,5 @@ def dtypes(report: Report, o: Options) -> None:
         )  # fmt: skip
 
 
-def main() -> None:
-    o = options(parser(__doc__).parse_args())
-    report = Report("forward", __doc__, o)
-    lengths(report, o)
-    dtypes(report, o)
-    report.finish()
-
-
 if __name__ == "__main__":
-    main()
+    run("forward", __doc__, lengths, dtypes)

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import _picture
 import numpy as np
 from _common import (
     D,
@@ -17,10 +18,9 @@ from _common import (
     Report,
     about,
     median,
-    options,
-    parser,
     qkv,
     race,
+    run,
     seconds,
     softmax,
     textbook,
@@ -37,7 +37,7 @@ def slopes(curve: Curve) -> list[float]:
     return [float(np.polyfit(x, np.log(y), 1)[0]) for y in zip(*curve.values(), strict=True)]
 
 
-def measure(report: Report, o: Options) -> dict[str, Curve]:
+def measure(report: Report, o: Options) -> None:
     high = (6, 9) if o.quick else (14, 20)
     low = (4, 6) if o.quick else (4, 13)
     q, k, v = (x[0] for x in qkv(1, 2 ** high[1], D))
@@ -74,53 +74,32 @@ def measure(report: Report, o: Options) -> dict[str, Curve]:
     won = [n for n in slow if median(fast[n]) < median(slow[n])]
     least = min(won, default=None)
     report.note(f"faster than softmax attention in NumPy from n = {least} (of {min(slow)} ...)")
-    return curves
+    if o.plot is not None:
+        medians = {name: {n: median(t) for n, t in c.items()} for name, c in curves.items()}
+        threads = report.machine.threads
+        draw(medians, o.plot, f"one head, d = {D}, float32, {threads} threads, NumPy arrays")
 
 
 def draw(curves: Mapping[str, Mapping[int, float]], path: Path, about: str) -> None:
     """Time against n, log-log."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "linattn"  # the same file from the same numbers
-    from matplotlib import pyplot as plt
-
     looks = {
         "linear attention": ("#0b6e99", "o", "-"),
         "linear attention, causal": ("#0b6e99", "o", ":"),
         "textbook linear attention": ("#8a8a8a", "s", "-"),
         "softmax attention": ("#c1440e", "^", "-"),
     }
-    figure, axes = plt.subplots(figsize=(7, 4.4), layout="constrained")
+    figure, axes = _picture.pyplot().subplots(figsize=(7, 4.4), layout="constrained")
     for name, curve in curves.items():
         colour, mark, line = looks[name]
         hollow = "white" if line == ":" else colour
         axes.plot(
-            list(curve), [1e3 * t for t in curve.values()], line, color=colour, marker=mark,
+            list(curve), list(curve.values()), line, color=colour, marker=mark,
             markersize=4, markerfacecolor=hollow, label=name,
         )  # fmt: skip
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("n, positions")
-    axes.set_ylabel("milliseconds a call")
-    axes.set_title(about, fontsize=9)
-    axes.grid(True, which="major", color="#e4e4e4")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-    plt.close(figure)
-
-
-def main() -> None:
-    o = options(parser(__doc__, plot=True).parse_args())
-    report = Report("growth", __doc__, o)
-    curves = measure(report, o)
-    if o.plot is not None:
-        medians = {name: {n: median(t) for n, t in c.items()} for name, c in curves.items()}
-        threads = report.machine.threads
-        draw(medians, o.plot, f"one head, d = {D}, float32, {threads} threads, NumPy arrays")
-    report.finish()
+    _picture.against_length(axes, "n, positions", "time of a call", about)
+    axes.yaxis.set_major_formatter(lambda t, _: seconds(t).replace("us", "µs"))
+    _picture.save(figure, path)
 
 
 if __name__ == "__main__":
-    main()
+    run("growth", __doc__, measure, plot=True)

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import _picture
 import numpy as np
-from _common import D, Options, Report, at_most, options, parser, textbook
+from _common import D, Options, Report, at_most, run, textbook
 
 from linattn import linear_attention
 
@@ -47,7 +48,7 @@ def error(call: Callable[..., Any], q: Any, k: Any, v: Any, want: Any, size: Any
     return float((np.abs(got - want) / (size * np.finfo(q.dtype).eps)).max())
 
 
-def measure(report: Report, o: Options) -> dict[str, dict[int, float]]:
+def measure(report: Report, o: Options) -> None:
     powers = (6, 8) if o.quick else (8, 10, 12, 14, 16, 18, 20, 22)
     curves: dict[str, dict[int, float]] = {}
     for dtype in (np.float32, np.float16):
@@ -77,7 +78,8 @@ def measure(report: Report, o: Options) -> dict[str, dict[int, float]]:
             at_most(2.0), dtype=name,
         )  # fmt: skip
     equal(report, o)
-    return curves
+    if o.plot is not None:
+        draw(curves, o.plot)
 
 
 def equal(report: Report, o: Options) -> None:
@@ -98,13 +100,7 @@ def equal(report: Report, o: Options) -> None:
 
 def draw(curves: dict[str, dict[int, float]], path: Path) -> None:
     """c against n, log-log; crosses on the top edge are overflows."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "linattn"
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.4), layout="constrained")
+    figure, axes = _picture.pyplot().subplots(figsize=(7, 4.4), layout="constrained")
     for name, curve in curves.items():
         finite = {n: c for n, c in curve.items() if math.isfinite(c)}
         axes.plot(
@@ -115,26 +111,10 @@ def draw(curves: dict[str, dict[int, float]], path: Path) -> None:
         axes.plot(
             lost, [0.97] * len(lost), "x", color="#c1440e", transform=axes.get_xaxis_transform()
         )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("n, keys")
-    axes.set_ylabel("largest error, in epsilons of its natural size")
-    axes.set_title("crosses: overflow", fontsize=9)
-    axes.grid(True, which="major", color="#e4e4e4")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-    plt.close(figure)
-
-
-def main() -> None:
-    o = options(parser(__doc__, plot=True).parse_args())
-    report = Report("length_error", __doc__, o)
-    curves = measure(report, o)
-    if o.plot is not None:
-        draw(curves, o.plot)
-    report.finish()
+    y = "largest error, in epsilons of its natural size"
+    _picture.against_length(axes, "n, keys", y, "crosses: overflow")
+    _picture.save(figure, path)
 
 
 if __name__ == "__main__":
-    main()
+    run("length_error", __doc__, measure, plot=True)

@@ -6,41 +6,29 @@ output are touched before. Nothing is warmed up: threads, scratch and pages of c
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _common import D, Options, Report, at_most, options, parser, textbook
+from _common import (
+    MEBI,
+    NO_PEAK,
+    D,
+    Options,
+    Report,
+    apart,
+    at_most,
+    forget_peak,
+    peak,
+    run,
+    textbook,
+)
 
 from linattn import linear_attention, plan, softmax_attention
 
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
-
-def resident(key: str) -> int:
-    """VmRSS or VmHWM of this process, in bytes."""
-    for line in STATUS.read_text("utf-8").splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) << 10
-    raise OSError(f"{STATUS} has no {key}")
-
-
-def peak() -> int:
-    """The most memory that this process ever held, in bytes."""
-    if STATUS.exists():
-        return resident("VmHWM")
-    import resource
-
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most << 10
-
-
-def child(case: dict[str, Any]) -> None:
-    """Run one case in this process and print the bytes it took."""
+def child(_: Options, case: dict[str, Any]) -> int:
+    """The bytes that a case takes in this process."""
     heads, n = case["heads"], case["n"]
     rng = np.random.default_rng(0)
     arrays = [np.empty((heads, n, D), case["dtype"]) for _ in range(4)]
@@ -48,11 +36,7 @@ def child(case: dict[str, Any]) -> None:
         for rows in np.split(x.reshape(-1, D), range(512, heads * n, 512)):
             rows[...] = rng.standard_normal(rows.shape, dtype=np.float32)
     q, k, v, out = arrays
-    try:
-        CLEAR.write_text("5", "utf-8")  # the peak is now what is held
-    except OSError:  # not Linux, or not allowed: the peak so far stands in for it
-        pass
-    before = peak()
+    before = forget_peak()
     how = case["how"]
     if how == "textbook":
         out[...] = textbook(q, k, v)
@@ -60,20 +44,18 @@ def child(case: dict[str, Any]) -> None:
         softmax_attention(q, k, v, out=out)
     else:
         linear_attention(q, k, v, causal=how == "causal", out=out)
-    print(json.dumps(peak() - before))
-
-
-def measured(**case: Any) -> int:
-    command = [sys.executable, __file__, "--case", json.dumps(case)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return int(json.loads(done.stdout.splitlines()[-1]))
+    return peak() - before
 
 
 def measure(report: Report, o: Options) -> None:
+    if sys.platform == "win32":
+        report.note(NO_PEAK)
+        return
+
+    def measured(**case: Any) -> int:
+        return int(apart(__file__, case, o))
+
     n = 512 if o.quick else 8192
-    mebi = 1 << 20
     threads = report.machine.threads
     for heads, dtype, how in (
         (1, "float32", "full"),
@@ -92,36 +74,20 @@ def measure(report: Report, o: Options) -> None:
         data: dict[str, Any] = {"heads": heads, "how": how, "dtype": dtype}
         for m, got in ((n, few), (16 * n, many)):
             report.row(
-                f"{how}, {heads} x {m:,}", [b / mebi for b in got], "MiB", at_most(most / mebi),
+                f"{how}, {heads} x {m:,}", [b / MEBI for b in got], "MiB", at_most(most / MEBI),
                 f"inputs and output: {4 * heads * m * D * np.dtype(dtype).itemsize >> 20} MiB",
                 n=m, **data,
             )  # fmt: skip
-        more = (min(many) - min(few)) / mebi
+        more = (min(many) - min(few)) / MEBI
         report.row(f"{how}, {heads} x n: growth to 16 n", more, "MiB", at_most(0.25), **data)
     report.heading("for comparison")
     for how in ("textbook", "softmax"):
-        held = measured(heads=1, n=n, how=how, dtype="float32") / mebi
+        held = measured(heads=1, n=n, how=how, dtype="float32") / MEBI
         what = "the textbook" if how == "textbook" else "our softmax_attention, blockwise"
         report.row(f"{what}, 1 x {n:,}", held, "MiB", n=n, heads=1, how=how, dtype="float32")
-    scores = n * n * 4 / mebi
+    scores = n * n * 4 / MEBI
     report.row(f"the n x n scores of the usual softmax, 1 x {n:,}", scores, "MiB")
 
 
-def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
-    given = arguments.parse_args()
-    if given.case is not None:
-        child(given.case)
-        return
-    o = options(given)
-    report = Report("memory", __doc__, o)
-    if sys.platform == "win32":
-        report.note("skipped: Windows tells no peak by the standard library")
-    else:
-        measure(report, o)
-    report.finish()
-
-
 if __name__ == "__main__":
-    main()
+    run("memory", __doc__, measure, child=child)

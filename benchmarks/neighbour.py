@@ -20,11 +20,10 @@ from _common import (
     Report,
     at_most,
     median,
-    options,
-    parser,
     qkv,
     race,
     ratios,
+    run,
     seconds,
     textbook,
 )
@@ -44,6 +43,10 @@ while os.getppid() == parent:
 
 
 def measure(report: Report, o: Options) -> None:
+    if not hasattr(signal, "SIGSTOP"):
+        report.note("skipped: this system cannot stop and continue a process")
+        return
+    report.heading(f"busy neighbour on one core, float32, d = {D}")
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     report.note(
         f"{report.machine.threads} threads on {len(cores) or os.cpu_count()} cores; the neighbour "
@@ -93,16 +96,5 @@ def one(
             )  # fmt: skip
 
 
-def main() -> None:
-    o = options(parser(__doc__).parse_args())
-    report = Report("neighbour", __doc__, o)
-    if hasattr(signal, "SIGSTOP"):
-        report.heading(f"busy neighbour on one core, float32, d = {D}")
-        measure(report, o)
-    else:
-        report.note("skipped: this system cannot stop and continue a process")
-    report.finish()
-
-
 if __name__ == "__main__":
-    main()
+    run("neighbour", __doc__, measure)

@@ -20,6 +20,7 @@ NAMES = (
     "forward",
     "causal",
     "short",
+    "orders",
     "decode",
     "memory",
     "growth",

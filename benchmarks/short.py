@@ -15,11 +15,10 @@ from _common import (
     Report,
     at_least,
     median,
-    options,
-    parser,
     qkv,
     race,
     ratios,
+    run,
     seconds,
     textbook,
 )
@@ -61,12 +60,5 @@ def measure(report: Report, o: Options) -> None:
                     )  # fmt: skip
 
 
-def main() -> None:
-    o = options(parser(__doc__).parse_args())
-    report = Report("short", __doc__, o)
-    measure(report, o)
-    report.finish()
-
-
 if __name__ == "__main__":
-    main()
+    run("short", __doc__, measure)

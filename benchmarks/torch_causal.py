@@ -8,21 +8,10 @@ v) and ggml nothing; what they leave out is not timed.
 from __future__ import annotations
 
 import _torch
-from _common import (
-    D,
-    Options,
-    Report,
-    at_least,
-    median,
-    operations,
-    options,
-    parser,
-    qkv,
-    race,
-    seconds,
-)
+from _common import Options, Report, at_least, run
 
 PEERS = ("chunked", "compiled", "fast_transformers", "performer", "ort", "ggml", "sdpa")
+CASES = ((8, 1024), (8, 4096), (8, 8192), (1, 65536))
 TARGETS = {
     (8, 8192): {
         "torch in chunks": at_least(5),
@@ -34,39 +23,8 @@ TARGETS = {
 
 
 def measure(report: Report, o: Options) -> None:
-    compared = _torch.load(report, *PEERS)
-    if not compared:
-        return
-    cases = [(8, 1024), (8, 4096), (8, 8192), (1, 65536)]
-    for heads, n in [(2, 128)] if o.quick else cases:
-        report.heading(f"{heads} head{'s' * (heads > 1)} x {n:,}, causal, float32, d = {D}")
-        q, k, v = qkv(heads, n, D)
-        sides = {
-            peer.name: peer.side(q, k, v, causal=True)
-            for peer in compared
-            if n <= _torch.LIMIT or "softmax" not in peer.omits
-        }
-        times = race({**sides, "matmul": report.machine.matmul}, o)
-        ours = times[_torch.OURS]
-        work = operations(n, heads)
-        label = f"{heads} x {n:,}"
-        report.row(
-            f"{label}: share of the matmul rate", report.machine.share(work, ours, times["matmul"]),
-            "", None, f"{seconds(median(ours))}, {work / median(ours) / 1e9:.1f} GFLOP/s",
-            heads=heads, n=n,
-        )  # fmt: skip
-        _torch.against(
-            report, label, times, compared, TARGETS.get((heads, n)), heads=heads, n=n, form="causal"
-        )
-    _torch.losses(report)
-
-
-def main() -> None:
-    o = options(parser(__doc__).parse_args())
-    report = Report("torch_causal", __doc__, o)
-    measure(report, o)
-    report.finish()
+    _torch.passes(report, o, "causal", PEERS, CASES, TARGETS)
 
 
 if __name__ == "__main__":
-    main()
+    run("torch_causal", __doc__, measure)

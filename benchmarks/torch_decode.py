@@ -16,11 +16,10 @@ from _common import (
     Report,
     at_least,
     median,
-    options,
-    parser,
     qkv,
     race,
     ratios,
+    run,
     seconds,
 )
 
@@ -90,12 +89,5 @@ def measure(report: Report, o: Options) -> None:
     _torch.losses(report)
 
 
-def main() -> None:
-    o = options(parser(__doc__).parse_args())
-    report = Report("torch_decode", __doc__, o)
-    measure(report, o)
-    report.finish()
-
-
 if __name__ == "__main__":
-    main()
+    run("torch_decode", __doc__, measure)

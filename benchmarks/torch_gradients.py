@@ -16,11 +16,10 @@ from _common import (
     at_most,
     median,
     operations,
-    options,
-    parser,
     qkv,
     race,
     ratios,
+    run,
     seconds,
 )
 
@@ -85,12 +84,5 @@ def measure(report: Report, o: Options) -> None:
     _torch.losses(report)
 
 
-def main() -> None:
-    o = options(parser(__doc__).parse_args())
-    report = Report("torch_gradients", __doc__, o)
-    measure(report, o)
-    report.finish()
-
-
 if __name__ == "__main__":
-    main()
+    run("torch_gradients", __doc__, measure)

@@ -7,37 +7,39 @@ here the question is what grows. The causal form on tensors, without gradients, 
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
 import sys
 from typing import Any
 
 import _torch
 import peers
-from _common import D, Options, Report, at_most, options, parser, qkv
-from memory import CLEAR, peak
+from _common import (
+    MEBI,
+    NO_PEAK,
+    D,
+    Options,
+    Report,
+    apart,
+    at_most,
+    forget_peak,
+    peak,
+    qkv,
+    run,
+)
 
-MEBI = 1 << 20
 
-
-def child(case: dict[str, Any]) -> None:
-    """Run one case in this process and print the bytes it took."""
+def child(_: Options, case: dict[str, Any]) -> int:
+    """The bytes that a case takes in this process."""
     module = peers.load(case["peer"])
     assert module is not None
     import torch
 
     peer, causal, heads = module.PEER, case["form"] == "causal", case["heads"]
 
-    def run(n: int) -> int:
+    def taken(n: int) -> int:
         inputs = list(peer.tensors(*qkv(heads, n, D)))
         (upstream,) = peer.tensors(qkv(heads, n, D, seed=1)[2])
         function = peer.function(causal)
-        try:
-            CLEAR.write_text("5", "utf-8")  # the peak is now what is held
-        except OSError:  # not Linux, or not allowed: the peak so far stands in for it
-            pass
-        before = peak()
+        before = forget_peak()
         if case["gradients"]:
             inputs = [x.requires_grad_() for x in inputs]
             out = function(*inputs)
@@ -47,22 +49,21 @@ def child(case: dict[str, Any]) -> None:
                 made = [function(*inputs)]
         return peak() - before - sum(x.nbytes for x in made)
 
-    run(256)
-    print(json.dumps(run(case["n"])))
-
-
-def measured(**case: Any) -> int:
-    command = [sys.executable, __file__, "--case", json.dumps(case)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return int(json.loads(done.stdout.splitlines()[-1]))
+    taken(256)
+    return taken(case["n"])
 
 
 def measure(report: Report, o: Options) -> None:
+    if sys.platform == "win32":
+        report.note(NO_PEAK)
+        return
     compared = _torch.load(report, "eager", "chunked", "fast_transformers")
     if not compared:
         return
+
+    def measured(**case: Any) -> int:
+        return int(apart(__file__, case, o))
+
     keys = {"linattn": "ours", "torch eager": "eager", "torch in chunks": "chunked"}
     few = 512 if o.quick else 8192
     many = 16 * few
@@ -99,21 +100,5 @@ def measure(report: Report, o: Options) -> None:
     )
 
 
-def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
-    given = arguments.parse_args()
-    if given.case is not None:
-        child(given.case)
-        return
-    o = options(given)
-    report = Report("torch_memory", __doc__, o)
-    if sys.platform == "win32":
-        report.note("skipped: Windows tells no peak by the standard library")
-    else:
-        measure(report, o)
-    report.finish()
-
-
 if __name__ == "__main__":
-    main()
+    run("torch_memory", __doc__, measure, child=child)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import peers
-from _common import Options, Report, at_most, options, parser, race
+from _common import Options, Report, at_most, race, run
 
 from linattn import State, linear_attention
 from linattn.backends import native
@@ -79,12 +79,5 @@ def measure(report: Report, o: Options) -> None:
         report.row(what, differences, "us")
 
 
-def main() -> None:
-    o = options(parser(__doc__).parse_args())
-    report = Report("torch_overhead", __doc__, o)
-    measure(report, o)
-    report.finish()
-
-
 if __name__ == "__main__":
-    main()
+    run("torch_overhead", __doc__, measure)

@@ -7,7 +7,7 @@ formula and softmax attention.
 from __future__ import annotations
 
 import _torch
-from _common import D, Options, Report, at_least, options, parser, qkv, race
+from _common import D, Options, Report, at_least, qkv, race, run
 
 
 def measure(report: Report, o: Options) -> None:
@@ -29,12 +29,5 @@ def measure(report: Report, o: Options) -> None:
     _torch.losses(report)
 
 
-def main() -> None:
-    o = options(parser(__doc__).parse_args())
-    report = Report("torch_short", __doc__, o)
-    measure(report, o)
-    report.finish()
-
-
 if __name__ == "__main__":
-    main()
+    run("torch_short", __doc__, measure)

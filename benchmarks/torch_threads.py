@@ -11,18 +11,14 @@ second.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import peers
-from _common import D, Options, Report, at_most, median, options, parser, qkv, ratios, seconds
+from _common import D, Options, Report, apart, at_most, median, qkv, ratios, run, seconds
 
 from linattn import linear_attention
 
@@ -48,8 +44,8 @@ def in_turn(first: Callable[[], object], second: Callable[[], object], o: Option
     return [x / calls for x in spent]
 
 
-def child(o: Options, names: list[str]) -> None:
-    """Under the environment's policy: times of every size, as JSON."""
+def child(o: Options, names: list[str]) -> dict[str, Any]:
+    """Under the environment's policy: times of every size."""
     import torch
     from torch.nn.functional import linear
 
@@ -78,7 +74,7 @@ def child(o: Options, names: list[str]) -> None:
                 times.setdefault("torch in turn", []).append(a)
                 times.setdefault("linattn in turn", []).append(b)
             found[name] = times
-    print(json.dumps(found))
+    return found
 
 
 def turns(report: Report, o: Options) -> None:
@@ -88,15 +84,7 @@ def turns(report: Report, o: Options) -> None:
         environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
         if policy:
             environment["OMP_WAIT_POLICY"] = policy
-        command = [sys.executable, __file__, "--turns", *names, "--rounds", str(o.rounds)]
-        command += ["--turn", str(o.turn)]
-        done = subprocess.run(
-            command + ["--quick"] * o.quick,
-            env=environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        if done.returncode:
-            raise RuntimeError(done.stderr)
-        for name, times in json.loads(done.stdout.splitlines()[-1]).items():
+        for name, times in apart(__file__, names, o, environment).items():
             for key in ("torch", "linattn"):
                 alone, turn = times[f"{key} alone"], times[f"{key} in turn"]
                 kind = "torch's linear layer" if key == "torch" else "linear_attention"
@@ -147,18 +135,5 @@ def measure(report: Report, o: Options) -> None:
     counts(report, o)
 
 
-def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--turns", nargs="+", help=argparse.SUPPRESS)
-    given = arguments.parse_args()
-    o = options(given)
-    if given.turns is not None:
-        child(o, given.turns)
-        return
-    report = Report("torch_threads", __doc__, o)
-    measure(report, o)
-    report.finish()
-
-
 if __name__ == "__main__":
-    main()
+    run("torch_threads", __doc__, measure, child=child)

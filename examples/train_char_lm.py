@@ -7,7 +7,7 @@ with a cache of keys and values, linear attention with a state.
 
     pip install 'linattn[torch,cli]'
     python examples/train_char_lm.py                      # some minutes on two cores
-    python examples/train_char_lm.py --steps 50 --plot loss.svg
+    python examples/train_char_lm.py --steps 50 --plot loss.svg --table figures.md
 
 A block is a short causal convolution over the last four characters, attention, and an MLP. The
 convolution tells the order of what is near; there is no other position, so that a model goes on
@@ -52,6 +52,7 @@ class Options:
     sample: int = 300  # characters of text to show
     threads: int | None = None
     plot: Path | None = None
+    table: Path | None = None
 
 
 # ----------------------------------------------------------------------------------------- text
@@ -386,21 +387,28 @@ def measure(runs: dict[str, Training], data: Data, options: Options) -> dict[str
 # ------------------------------------------------------------------------------------ the report
 
 
-def plot(runs: dict[str, Training], path: Path) -> None:
+def pyplot() -> Any:
+    """Matplotlib without a window; the same file from the same numbers."""
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "char_lm"
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(6.4, 3.6), layout="constrained")
+    return pyplot
+
+
+def plot(runs: dict[str, Training], path: Path) -> None:
+
+    figure, axes = pyplot().subplots(figsize=(6.4, 3.6), layout="constrained")
     for (name, run), color in zip(runs.items(), ("tab:gray", "tab:blue"), strict=True):
         axes.plot(range(1, len(run.batch) + 1), run.batch, color=color, alpha=0.25, linewidth=0.8)
         axes.plot(run.steps, run.rest, color=color, marker="o", markersize=3, label=name)
     axes.set(xlabel="steps", ylabel="loss (nats a character)", xlim=(0, None))
-    axes.legend(title="held-out text")
+    axes.legend(title="held-out text (pale: batches)")
     axes.grid(alpha=0.3)
-    figure.savefig(path)
-    pyplot.close(figure)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot().close(figure)
 
 
 @dataclass
@@ -410,8 +418,33 @@ class Report:
     written: dict[str, list[Written]]
 
 
+def table(found: Report) -> str:
+    """The report in short, as markdown."""
+    runs = found.runs.values()
+    steps = next(iter(runs)).steps
+    rows = []
+    for i in sorted({0, 1, len(steps) // 2, len(steps) - 1} & set(range(len(steps)))):
+        what = f"after {steps[i]:,} steps" if i else "held-out loss at first, nats a character"
+        rows.append((what, *(f"{run.rest[i]:.2f}" for run in runs)))
+    rows.append(("training, characters a second", *(f"{x:,.0f}" for x in found.speed.values())))
+    for i, length in enumerate(w.length for w in found.written["linear"]):
+        at = [written[i] for written in found.written.values()]
+        rows += [
+            (f"reading {length:,} characters", *(f"{1e3 * w.prefill:,.0f} ms" for w in at)),
+            ("then each character", *(f"{1e3 * w.token:.2f} ms" for w in at)),
+            ("and remembered", *(f"{w.nbytes / 1024:,.0f} KiB" for w in at)),
+        ]
+    lines = [("", *found.runs), ("---",) * (1 + len(found.runs)), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
 def report(options: Options) -> Report:
     """Everything, printed and returned."""
+    for path in (options.plot, options.table):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise SystemExit(f"{path}: there is no folder {path.absolute().parent}")
+    if options.plot is not None:
+        pyplot()  # what is missing is missed before the training
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     data = Data.of(text())
@@ -424,8 +457,8 @@ def report(options: Options) -> Report:
     runs = train(data, options)
     speeds = {name: speed(run, options) for name, run in runs.items()}
     print("\ntraining, characters a second:")
-    for name, found in speeds.items():
-        print(f"  {name:<8} {found:>8,.0f}")
+    for name, fast in speeds.items():
+        print(f"  {name:<8} {fast:>8,.0f}")
     written = measure(runs, data, options)
     if options.sample:
         start = data.rest[None, : options.context]
@@ -437,7 +470,11 @@ def report(options: Options) -> Report:
     if options.plot is not None:
         plot(runs, options.plot)
         print(f"\nthe losses: {options.plot}")
-    return Report(runs, speeds, written)
+    found = Report(runs, speeds, written)
+    if options.table is not None:
+        options.table.write_text(table(found), "utf-8")
+        print(f"\nall in short: {options.table}")
+    return found
 
 
 def main() -> None:
@@ -464,6 +501,7 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, help="of torch and linattn")
     parser.add_argument("--plot", type=Path, help="write a picture of the losses")
+    parser.add_argument("--table", type=Path, help="write the figures as a table of markdown")
     report(Options(**vars(parser.parse_args())))
 
 

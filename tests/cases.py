@@ -91,6 +91,7 @@ DTYPES = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
+EPSILON = {name: float(ml_dtypes.finfo(dtype).eps) for name, dtype in DTYPES.items()}
 
 
 def mirror(x: Array) -> Array:
@@ -135,6 +136,12 @@ SIZES = (
     (257, 17, 8),
     (521, 8, 17),
 )
+
+
+def data(*shapes: Any, seed: int = 0, dtype: Any = np.float64, scale: float = 1.0) -> list[Array]:
+    """Normal arrays of these shapes, one after the other from one seed."""
+    rng = np.random.default_rng(seed)
+    return [(scale * rng.standard_normal(shape)).astype(dtype) for shape in shapes]
 
 
 def normal(seed: int, *shape: int, dtype: Any = np.float64) -> Array:

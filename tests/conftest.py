@@ -23,9 +23,20 @@ if _torch is not None and _torch.origin is None:
 
 import cases  # noqa: E402
 
+from linattn import backends  # noqa: E402
+
 
 @pytest.fixture(params=cases.BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each backend in turn: "array", then every instruction set that core and machine have."""
     with cases.using(request.param):
+        yield request.param
+
+
+@pytest.fixture(params=["array", "native"])
+def either_backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Both in turn, and of the core the instruction set that it chose itself."""
+    if request.param == "native" and backends.native.extension is None:
+        pytest.skip(f"the compiled core is missing: {backends.native.reason}")
+    with backends.using(request.param):
         yield request.param

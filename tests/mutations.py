@@ -1,6 +1,6 @@
 """Breaks the sources in one place at a time and asks whether the tests see it.
 
-    python tests/mutations.py                 # every mutant: about half an hour
+    python tests/mutations.py                 # every mutant: three quarters of an hour
     python tests/mutations.py prefix fault-30 # those whose name or subject has one of these words
     python tests/mutations.py --list          # what there is
 
@@ -60,6 +60,10 @@ def faults(*names: str) -> tuple[str, ...]:
 
 def threads(*names: str) -> tuple[str, ...]:
     return tuple(f"tests/test_threads.py::test_{name}" for name in names)
+
+
+def torch(file: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"tests/torch/test_{file}.py::test_{name}" for name in names)
 
 
 MUTANTS = [
@@ -544,6 +548,295 @@ MUTANTS = [
         "    return xp.where(zero, 0.0, num / xp.where(zero, 1.0, den))\n",
         "    return num / den\n",
         faults("04_zero_rows", "07_fully_masked"),
+    ),
+    # -- tensors ----------------------------------------------------------------------------------
+    Mutant(
+        "tensors: key sums are kept in half precision",
+        "fault 2",
+        "src/linattn/torch/_composite.py",
+        "sums.k_sum + f.sum(-2), sums.log_scale)\n",
+        "(sums.k_sum + f.sum(-2)).half().to(f.dtype), sums.log_scale)\n",
+        torch("gradients", "02_gradients_of_long_sums_in_half_precision"),
+    ),
+    Mutant(
+        "tensors: sums of a state in float32",
+        "fault 3, fault 17",
+        "src/linattn/torch/_composite.py",
+        "            found = torch.float64\n",
+        "            found = torch.float32\n",
+        torch("faults", "03_float32_sums_do_not_saturate", "17_dtypes"),
+    ),
+    Mutant(
+        "tensors: 0 / 0 where all weights are 0",
+        "fault 4, fault 7",
+        "src/linattn/torch/_composite.py",
+        "    return torch.where(zero, 0.0, num / torch.where(zero, 1.0, den))\n",
+        "    return num / den\n",
+        torch("faults", "04_zero_rows", "07_fully_masked"),
+    ),
+    Mutant(
+        "tensors: gradients of rows without a weight are divided by 0",
+        "fault 4, fault 7",
+        "src/linattn/torch/_composite.py",
+        "torch.where(den == 0, 0.0, 1.0 / torch.where(den == 0, 1.0, den))",
+        "1.0 / den",
+        torch("faults", "04_zero_rows", "07_fully_masked"),
+    ),
+    Mutant(
+        "tensors: eps in the dtype of the values",
+        "fault 4",
+        "src/linattn/torch/_composite.py",
+        "    if not eps:\n        return den\n",
+        "    eps = torch.tensor(eps).half().item()\n    if not eps:\n        return den\n",
+        torch("faults", "04_eps_in_half_precision"),
+    ),
+    Mutant(
+        "tensors: masked keys stay in the denominator",
+        "fault 5",
+        "src/linattn/torch/_composite.py",
+        "    return Rows(torch.where(kept, f, 0.0), n), v\n",
+        "    return Rows(f, n), v\n",
+        torch("faults", "05_masked_keys_are_as_if_removed", "05_masked_keys_of_the_causal_form"),
+    ),
+    Mutant(
+        "tensors: masked keys are multiplied by 0",
+        "fault 6",
+        "src/linattn/torch/_composite.py",
+        "    f, n = _features(torch.where(kept, k, 0.0), kernel)\n",
+        "    f, n = _features(k * kept, kernel)\n",
+        torch("faults", "06_masked_rows_where_torch_differentiates"),
+    ),
+    Mutant(
+        "tensors: gradients of masked keys are multiplied by 0",
+        "fault 6",
+        "src/linattn/torch/_composite.py",
+        "            dphi = torch.where(kept, dphi, 0.0)\n",
+        "            dphi = dphi * kept\n",
+        torch("faults", "05_masked_keys_are_as_if_removed")
+        + torch("gradients", "07_fully_masked_rows_have_zero_gradients"),
+    ),
+    Mutant(
+        "tensors: weights above the diagonal stay",
+        "fault 8",
+        "src/linattn/torch/_composite.py",
+        "        return torch.where(self.seen, x, 0.0)\n",
+        "        return x\n",
+        torch("attention", "08_no_look_ahead"),
+    ),
+    Mutant(
+        "tensors: one scale for all rows of a chunk",
+        "fault 8",
+        "src/linattn/torch/_composite.py",
+        "torch.cummax(keys.n, -2).values",
+        "keys.n.amax(-2, keepdim=True).expand_as(keys.n)",
+        torch("attention", "08_no_look_ahead"),
+    ),
+    Mutant(
+        "tensors: values above the diagonal are multiplied by 0",
+        "fault 8",
+        "src/linattn/torch/_composite.py",
+        "    if finite:\n        return scores @ values\n",
+        "    if True:\n        return scores @ values\n",
+        torch("attention", "08_no_look_ahead"),
+    ),
+    Mutant(
+        "tensors: causal lengths that differ are no error",
+        "fault 11",
+        "src/linattn/torch/_attention.py",
+        "tuple(v.shape), causal=causal, cut=cu_seqlens is not None,\n",
+        "tuple(v.shape), causal=False, cut=cu_seqlens is not None,\n",
+        torch("faults", "11_causal_lengths_that_differ"),
+    ),
+    Mutant(
+        "tensors: the keys' gradients are summed over their own positions",
+        "fault 11",
+        "src/linattn/torch/_composite.py",
+        "        for rows in _chunks(part.q.shape[-2], size):\n"
+        "            queries = _features(part.q[..., rows, :], kernel)\n"
+        "            seen = gathered(",
+        "        for rows in _chunks(min(part.k.shape[-2], part.q.shape[-2]), size):\n"
+        "            queries = _features(part.q[..., rows, :], kernel)\n"
+        "            seen = gathered(",
+        torch("faults", "11_lengths_that_differ"),
+    ),
+    Mutant(
+        "tensors: a state given is not taken over",
+        "fault 13",
+        "src/linattn/torch/_composite.py",
+        "                before = self.state\n",
+        "                before = self.state.each(torch.zeros_like)\n",
+        torch("state", "13_prefill_and_steps_are_one_pass"),
+    ),
+    Mutant(
+        "tensors: the key sum of a state is not carried on",
+        "fault 13",
+        "src/linattn/torch/_composite.py",
+        "    return Sums(sums.kv + f.mT @ values, sums.k_sum + f.sum(-2), sums.log_scale)\n",
+        "    return Sums(sums.kv + f.mT @ values, f.sum(-2), sums.log_scale)\n",
+        torch("state", "13_prefill_and_steps_are_one_pass"),
+    ),
+    Mutant(
+        "tensors: copies of a state share their sums",
+        "fault 14",
+        "src/linattn/torch/_state.py",
+        "        return self._each(lambda x: x.clone())\n",
+        "        return self._each(lambda x: x)\n",
+        torch("state", "14_branches"),
+    ),
+    Mutant(
+        "tensors: a call absorbs into the state that it was given",
+        "fault 14",
+        "src/linattn/torch/_composite.py",
+        "    return Sums(sums.kv + f.mT @ values, sums.k_sum + f.sum(-2), sums.log_scale)\n",
+        "    kv = sums.kv.detach().add_(f.mT @ values) if not f.requires_grad else "
+        "sums.kv + f.mT @ values\n"
+        "    return Sums(kv, sums.k_sum + f.sum(-2), sums.log_scale)\n",
+        torch("faults", "19_inputs_and_upstream_keep_their_bits", "14_gradients_of_branches"),
+    ),
+    Mutant(
+        "tensors: a step changes what a gradient needs",
+        "fault 14",
+        "src/linattn/torch/_state.py",
+        "    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)\n",
+        "    return False\n",
+        torch("state", "in_place_refuses_where_a_gradient_is_needed"),
+    ),
+    Mutant(
+        "tensors: the normaliser has no gradient",
+        "fault 15",
+        "src/linattn/torch/_composite.py",
+        "        return by, -(by * out[..., rows, :].to(exact)).sum(-1, keepdim=True)\n",
+        "        return by, by.new_zeros((*by.shape[:-1], 1))\n",
+        torch("gradients", "15_a_common_scale_of_queries_has_no_gradient", "gradcheck"),
+    ),
+    Mutant(
+        "tensors: an upstream gradient is read as dense memory",
+        "fault 16",
+        "src/linattn/torch/_ops.py",
+        "    # Each element with a gradient of its own;",
+        "    grad_out = grad_out.as_strided(out.shape, out.contiguous().stride())\n"
+        "    # Each element with a gradient of its own;",
+        torch("gradients", "16_upstream_gradients_of_any_layout"),
+    ),
+    Mutant(
+        "tensors: float64 is computed in float32",
+        "fault 17",
+        "src/linattn/torch/_composite.py",
+        "    x = x if x.dtype == torch.float64 else x.to(torch.float32)\n",
+        "    x = x.to(torch.float32)\n",
+        torch("faults", "17_dtypes") + torch("gradients", "gradcheck"),
+    ),
+    Mutant(
+        "tensors: a gradient has no derivative by the upstream one",
+        "fault 18",
+        "src/linattn/torch/_ops.py",
+        "_DIFFERENTIABLE = (0, 1, 2, 3, 4, 5, 14, 15)",
+        "_DIFFERENTIABLE = (3, 4, 5, 14, 15)",
+        torch("gradients", "gradcheck"),
+    ),
+    Mutant(
+        "tensors: the second derivative is nothing",
+        "fault 18",
+        "src/linattn/torch/_ops.py",
+        "        if not pairs:\n",
+        "        if pairs:\n",
+        torch("gradients", "gradcheck"),
+    ),
+    Mutant(
+        "tensors: a mask clears the caller's keys in place",
+        "fault 19",
+        "src/linattn/torch/_composite.py",
+        "    f, n = _features(torch.where(kept, k, 0.0), kernel)\n",
+        "    f, n = _features(k.masked_fill_(~kept, 0.0), kernel)\n",
+        torch("attention", "05_06_19_masked_keys_are_as_if_removed"),
+    ),
+    Mutant(
+        "random features are drawn at each call",
+        "fault 20",
+        "src/linattn/feature_maps/_random.py",
+        "        w = directions(self.seed, count, like.shape[-1], self.orthogonal)\n",
+        "        w = np.random.default_rng().standard_normal((count, like.shape[-1]))\n",
+        torch("faults", "20_random_features_are_drawn_once"),
+    ),
+    Mutant(
+        "tensors: the compiled core is called while torch traces",
+        "fault 22",
+        "src/linattn/torch/_direct.py",
+        "_compiling = torch.compiler.is_compiling\n",
+        "_compiling = bool\n",
+        torch("compile", "compiled_is_eager"),
+    ),
+    Mutant(
+        "tensors: what is traced has the sums in another dtype",
+        "fault 22",
+        "src/linattn/torch/_ops.py",
+        "    dtype = _composite.wide(q.device)\n",
+        "    dtype = q.dtype\n",
+        torch("compile", "compiled_states", "opcheck_attend"),
+    ),
+    Mutant(
+        "tensors: a mask of numbers is taken as it is",
+        "fault 23",
+        "src/linattn/torch/_arguments.py",
+        "    if value.dtype != torch.bool:\n",
+        "    if value.dtype == torch.complex64:\n",
+        torch("attention", "23_masks_of_other_kinds_are_refused"),
+    ),
+    Mutant(
+        "tensors: a gradient keeps phi of all rows",
+        "fault 25",
+        "src/linattn/torch/_eager.py",
+        "        out, *after = result\n",
+        "        out, *after = result\n        ctx.features = q.exp(), k.exp()\n",
+        torch("faults", "25_memory_does_not_grow"),
+    ),
+    Mutant(
+        "tensors: packed queries see the keys of all sequences",
+        "fault 26",
+        "src/linattn/torch/_composite.py",
+        "            keys = rows if self.packed else slice(None)\n",
+        "            keys = slice(None)\n",
+        torch("faults", "26_empty_sequences"),
+    ),
+    Mutant(
+        "tensors: all of a batch have the first one's upstream gradient",
+        "fault 27",
+        "src/linattn/torch/_composite.py",
+        "call.rows_of(grad_out, part), ",
+        "call.rows_of(grad_out[:1].expand_as(grad_out), part), ",
+        torch("faults", "27_a_batch_of_one"),
+    ),
+    Mutant(
+        "tensors: what is mapped over changes places with the first axis",
+        "vmap",
+        "src/linattn/torch/_ops.py",
+        "            x = x.movedim(axis, at)\n",
+        "            x = x.transpose(axis, at)\n",
+        torch("compile", "the_operator_under_vmap"),
+    ),
+    Mutant(
+        "tensors: a batch of gradients is taken for one",
+        "vmap",
+        "src/linattn/torch/_direct.py",
+        "    return _transforms() or any(",
+        "    return any(",
+        torch("compile", "many_gradients_at_once"),
+    ),
+    Mutant(
+        "the fast path of encoder layers takes a swapped layer for softmax attention",
+        "linearize_",
+        "src/linattn/torch/_layers.py",
+        "    _qkv_same_embed_dim = False\n",
+        "    _qkv_same_embed_dim = True\n",
+        torch("linearize", "encoder_layer", "encoder"),
+    ),
+    Mutant(
+        "a swapped layer answers the fast path as the old one did",
+        "linearize_",
+        "src/linattn/torch/_linearize.py",
+        '    new.__dict__.pop("_qkv_same_embed_dim", None)  # the class has its own\n',
+        "",
+        torch("linearize", "encoder_layer", "encoder"),
     ),
     # -- states, checks, import -------------------------------------------------------------------
     Mutant(

@@ -7,6 +7,7 @@ from itertools import pairwise
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import DTYPES, EPSILON, data
 
 from linattn import (
     FeatureMap,
@@ -20,23 +21,9 @@ from linattn import (
 
 B, H, G = 2, 3, 2  # batch, key heads, query heads for each of them
 D, E = 5, 13
-EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
-DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
-DTYPES["float64"] = np.float64
 MAPS = feature_maps.names()
 
-
-@pytest.fixture(autouse=True, params=["array", "native"])
-def backend(request):
-    if request.param == "native" and backends.native.extension is None:
-        pytest.skip("the compiled core is missing")
-    with backends.using(request.param):
-        yield request.param
-
-
-def data(*shapes, seed=0, dtype=np.float64, scale=1.0):
-    rng = np.random.default_rng(seed)
-    return [(scale * rng.standard_normal(shape)).astype(dtype) for shape in shapes]
+pytestmark = pytest.mark.usefixtures("either_backend")
 
 
 def qkv(n=67, n_q=None, lead=(B, H), **how):

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from cases import DTYPES, definition, inputs, normal, same_bits
 
-from linattn import State, feature_maps, linear_attention, softmax_attention
+from linattn import State, feature_maps, linear_attention, reference, softmax_attention
 from linattn.feature_maps import Family, FeatureMap
 
 Array = Any
@@ -179,6 +179,11 @@ def test_names_are_read() -> None:
         (lambda: feature_maps.polynomial_sketch(degree=3, squared=True), ["degree", "even", "3"]),
         (lambda: feature_maps.hedgehog(), ["weight: expected an array", "NoneType"]),
         (lambda: feature_maps.hedgehog(W, W), ["bias: expected shape (7,)", "(7, 5)"]),
+        (lambda: feature_maps.hedgehog(W, query_weight=W[1:]),
+         ["query_weight: expected (7, 5)", "got (6, 5)"]),
+        (lambda: feature_maps.hedgehog(W, query_weight=W, query_bias=W),
+         ["query_bias: expected shape (7,)", "as query_weight has rows"]),
+        (lambda: feature_maps.t2r(W, query_bias=B), ["query_bias", "pass that too"]),
         (lambda: feature_maps.hedgehog(W, normalise="x"), ["normalise", "'halves'", "'x'"]),
         (lambda: feature_maps.t2r(W)(np.ones((2, 3))), ["weight: expected 3 columns", "(7, 5)"]),
         (lambda: feature_maps.cosformer()(np.ones((2, 3))), ["positions", "feature_map.at("]),
@@ -618,10 +623,6 @@ def test_tensors(name: str) -> None:
     tensor = torch.tensor(x, requires_grad=True)
     if found.project is None:
         return
-    if found.kernel == "signed_exp":
-        with pytest.raises(TypeError, match="expected NumPy arrays for trigonometric features"):
-            found.project(tensor)
-        return
     projected = found.project(tensor)
     np.testing.assert_allclose(projected.detach().numpy(), found.project(x), rtol=1e-12, atol=1e-12)
     projected.sum().backward()
@@ -662,3 +663,47 @@ def test_a_map_is_one_class_in_one_file(tmp_path: Path, monkeypatch: Any) -> Non
         MAPS.pop("shifted_relu", None)
         KERNELS.pop("shifted_relu", None)
         feature_maps._base._FAMILIES.pop("shifted_relu", None)  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------ queries with weights of their own
+
+
+@pytest.mark.parametrize("kind", ["hedgehog", "t2r", "performer_learned"])
+def test_queries_with_weights_of_their_own(kind: str) -> None:
+    """phi_q(q) . phi_k(k): as if each side had been mapped before, in every form and in states."""
+    family: Any = FAMILIES[kind]
+    rng = np.random.default_rng(3)
+    own = {"query_weight": rng.standard_normal(W.shape), "query_bias": rng.standard_normal(B.shape)}
+    found = family(W, B, **own)
+    for_q, for_k = family(own["query_weight"], own["query_bias"]), family(W, B)
+    assert found != for_k
+    assert "query_weight=7x5" in found.name
+    assert pickle.loads(pickle.dumps(found)) == found
+    q, k = rng.standard_normal((2, 2, 40, 5))
+    v = rng.standard_normal((2, 40, 3))
+    plain = FeatureMap("mapped before", found.kernel, eps=found.eps)  # the kernel alone
+    mapped = for_q.project(q), for_k.project(k), v
+    for causal in (False, True):
+        expected = linear_attention(*mapped, plain, causal=causal)
+        out = linear_attention(q, k, v, found, causal=causal)
+        np.testing.assert_allclose(out, expected, rtol=1e-12)
+        right = reference.double_sum(q, k, v, found, causal=causal)
+        np.testing.assert_allclose(out, right, rtol=1e-9)
+    whole = linear_attention(q, k, v, found)
+    state = State.of(k[:, :-1], v[:, :-1], found)
+    last = state.step(q[:, -1:], k[:, -1:], v[:, -1:])
+    np.testing.assert_allclose(last, whole[:, -1:], rtol=1e-9)
+    np.testing.assert_allclose(state.query(q), whole, rtol=1e-9)
+
+
+def test_queries_of_more_heads_have_more_weights() -> None:
+    rng = np.random.default_rng(4)
+    found = feature_maps.hedgehog(
+        rng.standard_normal((2, 7, 5)), query_weight=rng.standard_normal((6, 7, 5))
+    )
+    q, k, v = rng.standard_normal((6, 11, 5)), *rng.standard_normal((2, 2, 11, 5))
+    out = linear_attention(q, k, v, found, causal=True, enable_gqa=True)
+    for head in range(6):
+        one = feature_maps.hedgehog(found.weight[head // 3], query_weight=found.query_weight[head])
+        alone = linear_attention(q[head], k[head // 3], v[head // 3], one, causal=True)
+        np.testing.assert_allclose(out[head], alone, rtol=1e-12)

@@ -4,18 +4,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from linattn import State, _check, backends, linear_attention, softmax_attention
+from linattn import State, _check, linear_attention, softmax_attention
 
 B, H, N, M, D, E = 2, 3, 11, 7, 5, 13  # batch, heads, keys, queries, d_k, d_v
 
-
-@pytest.fixture(autouse=True, params=["array", "native"])
-def backend(request):
-    """The same errors, whoever would have computed."""
-    if request.param == "native" and backends.native.extension is None:
-        pytest.skip("the compiled core is missing")
-    with backends.using(request.param):
-        yield request.param
+pytestmark = pytest.mark.usefixtures("either_backend")  # the same errors, whoever computes
 
 
 def arrays(**changed):

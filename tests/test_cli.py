@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import random
@@ -391,19 +392,21 @@ def test_shapes_and_dtypes(files: list[str], capsys: Any) -> None:
     np.save("mask.npy", np.ones((3, 11), bool))
     assert "for k of shape (2, 11, 3), got (3, 11)" in run("--key-mask", "mask.npy")
     assert "No such file" in run("--key-mask", "nope.npy")
-    assert "enable_gqa: expected query heads to be a multiple" in run(
+    assert "--gqa: expected query heads to be a multiple" in run(
         "--gqa", q=np.ones((3, 11, 3), "f4")
     )
+    assert "or set --gqa if k and v have fewer heads" in run(q=np.ones((4, 11, 3), "f4"))
 
 
 def test_options(files: list[str], capsys: Any) -> None:
     def run(*options: object, status: int = 1, output: str = "out.npy") -> str:
         return bad(capsys, "attend", *files, "-o", output, *options, status=status)
 
-    assert "eps: expected a finite number >= 0, got nan" in run("--eps", "nan")
+    assert " --eps: expected a finite number >= 0, got nan" in run("--eps", "nan")
     assert "eps: expected a finite number >= 0, got -1.0" in run("--eps=-1")
     assert "'--eps'" in run("--eps", "little", status=2)
-    assert "feature_map: expected one of 'elu1'" in run("--feature-map", "elu2")
+    assert " --feature-map: expected one of 'elu1'" in run("--feature-map", "elu2")
+    assert "a map that doesn't depend on positions" in run("--feature-map", "cosformer(length=11)")
     assert "--block" in run("--block", "0", status=2)
     assert "--threads" in run("--threads", "0", status=2)
     assert "No such option: --blok" in run("--blok", "3", status=2)
@@ -434,7 +437,9 @@ def test_states_that_do_not_fit(files: list[str], capsys: Any) -> None:
     assert "--state-in past.npz: " in run(None)
     np.save("past.npy", np.ones(3))
     Path("past.npy").rename("past.npz")
-    assert "State.save" in run(None)
+    text = run(None)
+    assert "--state-in past.npz: expected a file that State.save wrote" in text
+    assert "it holds no 'about'" in text
 
 
 def test_output_that_is_an_input(files: list[str], capsys: Any) -> None:
@@ -737,7 +742,8 @@ def test_demo_says_so_if_the_result_is_wrong(hasty: None, capsys: Any, monkeypat
 
 
 def test_demo_of_bad_arguments(capsys: Any) -> None:
-    assert "feature_map" in bad(capsys, "demo", "--feature-map", "elu2")
+    assert "--feature-map: expected one of" in bad(capsys, "demo", "--feature-map", "elu2")
+    assert "linattn fidelity takes all" in bad(capsys, "demo", "--feature-map", "taylor")
     assert "expected a name that ends in .png, .svg or .pdf" in bad(
         capsys, "demo", "--plot", "picture.txt"
     )
@@ -745,6 +751,8 @@ def test_demo_of_bad_arguments(capsys: Any) -> None:
     assert "No such file" in bad(capsys, "demo", "q.npy", "k.npy", "v.npy")
     files = save_npy(np.ones((2, 3)), np.ones((2, 4)), np.ones((2, 3)))
     assert "expected as many features" in bad(capsys, "demo", *files)
+    files = save_npy(*(np.array([[1.0], [np.nan]]), np.ones((2, 1)), np.ones((2, 1))))
+    assert "q.npy: expected finite numbers, got 1 that are not" in bad(capsys, "demo", *files)
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
@@ -756,6 +764,18 @@ def test_the_same_figures_give_the_same_picture(suffix: str) -> None:
         draw(name + suffix, "a title", [panel], "n")
         time.sleep(1.1 * (name == "a"))  # dates are kept in seconds
     assert Path("a" + suffix).read_bytes() == Path("b" + suffix).read_bytes()
+
+
+def test_notes_in_a_picture_do_not_overlap() -> None:
+    from linattn.cli._picture import spread
+
+    assert spread([], 10) == []
+    assert spread([0, 20], 10) == [0, 20]
+    assert spread([0, 4, 30], 10) == [-3, 7, 30]
+    heights = sorted(normal(1, 17) * 40)
+    moved = spread(heights, 10)
+    assert min(b - a for a, b in itertools.pairwise(moved)) > 10 - 1e-9
+    assert sum(moved) == pytest.approx(sum(heights))
 
 
 def test_pictures_without_matplotlib(capsys: Any, monkeypatch: Any) -> None:
@@ -782,7 +802,10 @@ def test_explain(capsys: Any) -> None:
     expected = linattn.plan(7, 11, 3, 5, D=13, batch=2, groups=2, itemsize=2, order="linear")
     assert found["linear"]["operations"] == expected.linear.operations
     assert found["order"] == "linear"
-    assert "order: expected one of" in bad(capsys, "explain", "--order", "fast")
+    assert "--order: expected one of" in bad(capsys, "explain", "--order", "fast")
+    wide = ("explain", "--d", 4, "--feature-map", "taylor", "--features")
+    assert "D 15" in good(capsys, *wide, 15)
+    assert "--features: expected 15, those of --feature-map taylor" in bad(capsys, *wide, 7)
     assert "n_q: expected at least 0" in bad(capsys, "explain", "--n=-1")
     assert "pass the earlier keys as a state" in bad(capsys, "explain", "--n-q", 1, "--causal")
 
@@ -804,6 +827,8 @@ def test_info(capsys: Any) -> None:
     found = json.loads(good(capsys, "info", "--json"))
     assert found["backend"] == config.backend
     assert found["optional"]["matplotlib"]
+    for name in linattn.feature_maps.catalogue():
+        assert re.search(rf"\b{name}\b", text)
 
 
 def test_info_names_what_is_missing(capsys: Any, monkeypatch: Any) -> None:
@@ -870,6 +895,35 @@ def test_bench(hasty: None, capsys: Any) -> None:
     assert "GFLOP/s" in err
 
 
+def test_bench_of_a_family(hasty: None, capsys: Any) -> None:
+    """As many features as the map makes, and none that need positions."""
+    good(
+        capsys, "bench", "--n", "16", "--d", "4", "--feature-map", "taylor", "--json", "t.json",
+        "--form", "parallel,chunked,recurrent", "--budget", 0.001,
+    )  # fmt: skip
+    rows = json.loads(Path("t.json").read_text())["rows"]
+    assert [row["operations"] for row in rows] == [4 * n * 15 * 4 for n in (16, 16, 1)]
+    assert "textbook" in rows[0]["against"]
+    text = bad(capsys, "bench", "--feature-map", "cosformer(length=99)")
+    assert "--feature-map cosformer(length=99): expected a map that doesn't depend on" in text
+
+
+def test_lines_of_a_bench_can_be_told_apart(hasty: None, capsys: Any, monkeypatch: Any) -> None:
+    from linattn.cli import _picture
+
+    drawn: list[Any] = []
+    monkeypatch.setattr(_picture, "draw", lambda *given: drawn.extend(given[2]))
+    good(
+        capsys, "bench", "--n", "16", "--d", "2,3", "--heads", "1,2", "--dtype", "float32,float64",
+        "--budget", 0.001, "--plot", "b.png",
+    )  # fmt: skip
+    lines = drawn[1].lines
+    assert len({line.name for line in lines}) == len({line.style for line in lines}) == 17
+    assert {"parallel, 1 head, 2 features, float32", "chunked, 2 heads, 3 features, float64"} <= {
+        line.name for line in lines
+    }
+
+
 def test_results_that_cannot_be_written(hasty: None, capsys: Any, monkeypatch: Any) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -894,6 +948,8 @@ def test_bench_of_bad_arguments(capsys: Any) -> None:
     assert "--form: expected" in bad(capsys, "bench", "--form", "full", status=2)
     assert "--against: expected" in bad(capsys, "bench", "--against", "torch", status=2)
     assert "a name that ends in .json" in bad(capsys, "bench", "--json", "out.txt")
+    plot = ("--form", "recurrent", "--plot", "out.png")
+    assert "a picture needs a form over lengths" in bad(capsys, "bench", *plot)
 
 
 def test_help(capsys: Any) -> None:

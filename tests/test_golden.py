@@ -20,19 +20,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import DTYPES
 
-from linattn import State, backends, linear_attention, reference
+from linattn import State, linear_attention, reference
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = json.loads((GOLDEN / "golden.json").read_text())
 BY_NAME = {case["name"]: case for case in CASES}
-
-DTYPES = {
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float32": np.dtype(np.float32),
-    "float64": np.dtype(np.float64),
-}
 
 
 def mirror(x: Any) -> Any:
@@ -46,14 +40,6 @@ def pairs(x: Any) -> Any:
 CALLABLES: dict[str, Callable[[Any], Any]] = {"mirror": mirror, "pairs": pairs}
 
 every_case = pytest.mark.parametrize("name", list(BY_NAME))
-
-
-@pytest.fixture(params=["array", "native"])
-def backend(request: pytest.FixtureRequest) -> Any:
-    if request.param == "native" and backends.native.extension is None:
-        pytest.skip(f"the extension is missing: {backends.native.reason}")
-    with backends.using(request.param):
-        yield request.param
 
 
 def array(entry: dict[str, Any], dtype: Any = np.float64) -> Any:
@@ -233,7 +219,7 @@ def test_reference_takes_every_dtype() -> None:
 
 @every_case
 @pytest.mark.parametrize("dtype", list(DTYPES))
-def test_linear_attention(name: str, dtype: str, backend: str) -> None:
+def test_linear_attention(name: str, dtype: str, either_backend: str) -> None:
     kind = DTYPES[dtype]
     case = Case(name, kind)
     state = case.state_of(kind)
@@ -271,7 +257,7 @@ def test_linear_attention(name: str, dtype: str, backend: str) -> None:
     ],
 )
 @pytest.mark.parametrize("dtype", list(DTYPES))
-def test_steps(name: str, dtype: str, backend: str) -> None:
+def test_steps(name: str, dtype: str, either_backend: str) -> None:
     """One token at a time, from the same start."""
     kind = DTYPES[dtype]
     case = Case(name, kind)

@@ -193,6 +193,9 @@ def test_empty_sizes(n_q: int, n_k: int, batch: int) -> None:
         ((3, 2.5, 5), {}, ("n_k", "2.5", "integer")),
         ((3, 3, 5), {"order": "cubic"}, ("order", "cubic", "quadratic")),
         ((3, 5, 5), {"causal": True}, ("causal", "n_q = 3", "n_k = 5", "state")),
+        ((3, 3, 4), {"matmul_rate": 0}, ("matmul_rate", "above 0", "got 0")),
+        ((3, 3, 4), {"copy_rate": -1.0}, ("copy_rate", "above 0", "got -1.0")),
+        ((3, 3, 4), {"copy_rate": float("nan")}, ("copy_rate", "finite", "got nan")),
     ],
 )
 def test_errors(

@@ -9,27 +9,14 @@ from itertools import pairwise
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import DTYPES, EPSILON, data
 
-from linattn import State, backends, feature_maps, linear_attention, reference
+from linattn import State, feature_maps, linear_attention, reference
 
 B, H, N, D, E = 2, 3, 67, 5, 13  # batch, heads, positions, features, value features
-EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
-DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
-DTYPES["float64"] = np.float64
 MAPS = feature_maps.names()
 
-
-@pytest.fixture(autouse=True, params=["array", "native"])
-def backend(request):
-    if request.param == "native" and backends.native.extension is None:
-        pytest.skip("the compiled core is missing")
-    with backends.using(request.param):
-        yield request.param
-
-
-def data(*shapes, seed=0, dtype=np.float64, scale=1.0):
-    rng = np.random.default_rng(seed)
-    return [(scale * rng.standard_normal(shape)).astype(dtype) for shape in shapes]
+pytestmark = pytest.mark.usefixtures("either_backend")
 
 
 def keys(n=N, **how):
@@ -360,6 +347,20 @@ def test_a_callable_is_passed_to_load(tmp_path):
     close(back.query(k), k, k, v, square, eps=1e-6)
     with pytest.raises(ValueError, match="different maps"):
         back.merge(State.of(k, v, lambda x: x * x))
+
+
+def test_a_merge_has_no_grouped_heads_to_advise():
+    with pytest.raises(ValueError, match=r"2 in self, 7 in other; insert an axis of 1") as error:
+        State.zeros((2, 3), D, E).merge(State.zeros((7, 3), D, E))
+    assert "enable_gqa" not in str(error.value)
+
+
+def test_saving_where_nothing_can_be(tmp_path):
+    """The error names the file that was asked for, not the one it is first written to."""
+    path = tmp_path / "missing" / "x.npz"
+    with pytest.raises(FileNotFoundError) as error:
+        State.of(*keys()).save(path)
+    assert error.value.filename == str(path)
 
 
 def test_files_that_are_none(tmp_path):

@@ -234,8 +234,9 @@ def broadcast(what: str, **shapes: Shape) -> Shape:
             bad = ", ".join(f"{d} in {name}" for name, d in sizes.items() if d != 1)
             raise ValueError(
                 f"{what}: expected equal sizes or 1 on each leading axis, got {listed}: axis "
-                f"{axis} has {bad}; insert an axis of 1 where it should broadcast, or set "
-                "enable_gqa=True if k and v have fewer heads"
+                f"{axis} has {bad}; insert an axis of 1 where it should broadcast"
+                + ", or set enable_gqa=True if k and v have fewer heads"
+                * ({"q", "k"} <= shapes.keys())
             )
         result.append(wide[0] if wide else 1)
     return tuple(result)
@@ -450,6 +451,13 @@ def no_out_with_gradient() -> RuntimeError:
     return RuntimeError(
         "out: expected None where a gradient is needed, as what stands in out can't carry one; "
         "leave out=None, or call it under torch.no_grad()"
+    )
+
+
+def mapped_cuts() -> ValueError:
+    return ValueError(
+        "cu_seqlens: expected one for all that vmap maps over, got a mapped one; pass it with "
+        "in_dims=None, or call the function once for each"
     )
 
 

@@ -11,7 +11,7 @@ from numpy import ndarray
 from . import _check, backends, feature_maps, fronts
 from .backends import closed, native
 from .feature_maps import FeatureMap
-from .plan import prefers_one_chunk, prefers_quadratic
+from .plan import closed_order, prefers_quadratic
 from .state import State
 
 __all__ = ["linear_attention", "softmax_attention"]
@@ -284,7 +284,7 @@ def _attention(
     q, k, v = call.q, call.k, call.v
     if found.closed_form:
         result = _closed(found, q, k, v, number, causal, call, enable_gqa, normalize, state,
-                         return_state, linear, order, direct)  # fmt: skip
+                         return_state, order, direct)  # fmt: skip
         return _answered(result, found, kind, return_state, out, direct)
     sums = None if state is None else (state.kv, state.k_sum, state.log_scale)
     native.know(q.dtype)
@@ -297,8 +297,9 @@ def _attention(
             )  # fmt: skip
             if result is not None:
                 return _answered(result, found, kind, return_state, out, direct)
-        k = _check.features("k", found.project(k), k, None if state is None else state.D)
-        q = _check.features("q", found.project(q), q, k.shape[-1])
+        D = None if state is None else state.D
+        k = _check.features("k", found.project(k), k, D)
+        q = _check.features("q", (found.project_queries or found.project)(q), q, k.shape[-1])
         wide = _check.promoted(*(_check.dtype("q", x.dtype) for x in (q, k, v)))
         q, k, v = (_check.converted(x, wide) for x in (q, k, v))
     elif state is not None:
@@ -328,7 +329,6 @@ def _closed(
     normalize: bool,
     state: State | None,
     return_state: bool,
-    linear: bool,
     order: str,
     out: Array | None,
 ) -> Any:
@@ -339,15 +339,9 @@ def _closed(
     if state is not None:
         _check.width((n, D), state.D)
         sums = (state.kv, state.k_sum, state.log_scale)
-    if causal:
-        one = order == "auto" and state is None and not return_state
-        one = one and prefers_one_chunk(n, D, d_v, call.groups, d_k)
-        order = "quadratic" if one else "linear"
-    elif linear:
-        order = "linear"
-    elif order == "auto":
-        cheaper = prefers_quadratic(n, k.shape[-2], D, d_v, call.groups, d_k)
-        order = "quadratic" if cheaper else "linear"
+    order = closed_order(
+        n, k.shape[-2], d_k, d_v, D, call.groups, causal, state is not None or return_state, order
+    )
     if out is None:
         out = np.empty(call.shape, dtype=call.dtype)
     return closed.attend(

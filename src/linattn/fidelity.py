@@ -101,7 +101,7 @@ class Fidelity:
         for m in (self.softmax, *self.maps):
             lines.append(
                 (
-                    m.name,
+                    "softmax attention" if m is self.softmax else m.name,
                     "" if m.D is None else f"{m.D:,}",
                     f"{m.operations / 1e6:,.1f}",
                     f"{m.error:.3f}",
@@ -126,8 +126,9 @@ class Fidelity:
         )
         what = "causal, " if self.causal else ""
         return (
-            f"{self.heads:,} heads, n_q {self.n_q:,}, n_k {self.n_k:,}, d_k {self.d_k:,}, d_v "
-            f"{self.d_v:,}, {what}weights of {self.rows:,} rows a head\n\n{rows}"
+            f"{self.heads:,} head{'s' * (self.heads > 1)}, n_q {self.n_q:,}, n_k {self.n_k:,}, "
+            f"d_k {self.d_k:,}, d_v {self.d_v:,}, {what}weights of {self.rows:,} rows a head\n\n"
+            f"{rows}"
         )
 
 
@@ -180,6 +181,8 @@ def fidelity(
     """
     call = _check.attention(q, k, v, causal=causal)
     rows = _check.size("rows", rows, 1)
+    if isinstance(maps, str) or callable(maps):
+        raise TypeError(f"maps: expected a list of maps, got {maps!r}; pass [{maps!r}]")
     n_q, n_k, d_k, d_v = call.q.shape[-2], call.k.shape[-2], call.k.shape[-1], call.v.shape[-1]
     if not 0 < n_k <= _MOST_KEYS or n_q == 0:
         raise ValueError(

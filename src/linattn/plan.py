@@ -12,12 +12,13 @@ seconds are wanted, the caller passes what was measured.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Cost", "Plan", "plan", "prefers_one_chunk", "prefers_quadratic"]
+__all__ = ["Cost", "Plan", "closed_order", "plan", "prefers_one_chunk", "prefers_quadratic"]
 
 Order = Literal["linear", "quadratic"]
 Form = Literal["parallel", "chunked", "recurrent"]
@@ -81,6 +82,38 @@ def prefers_one_chunk(
     """
     outside = n * (n + 1) // 2 - _inside(n, chunk)
     return groups * outside * (width + d_v) < (1 + groups) * n * D * d_v
+
+
+def closed_order(
+    n_q: int,
+    n_k: int,
+    d_k: int,
+    d_v: int,
+    D: int,
+    groups: int,
+    causal: bool,
+    state: bool,
+    order: str,
+) -> Order:
+    """The order in which a map with a closed form is computed, given the one that was asked for.
+
+    Causal and "quadratic" together mean one chunk of all positions.
+
+    state:
+        whether one is given or returned
+
+    Examples
+    --------
+    >>> closed_order(1024, 1024, 64, 64, 2145, 1, causal=False, state=False, order="auto")
+    'quadratic'
+    """
+    if state or order == "linear":
+        return "linear"
+    if causal:
+        return "quadratic" if prefers_one_chunk(n_q, D, d_v, groups, d_k) else "linear"
+    if order == "quadratic" or prefers_quadratic(n_q, n_k, D, d_v, groups, d_k):
+        return "quadratic"
+    return "linear"
 
 
 @dataclass(frozen=True)
@@ -236,7 +269,8 @@ def plan(
     Raises
     ------
     ValueError
-        a size that is negative, an unknown order, or a causal form with n_q != n_k
+        a size that is negative, an unknown order, a rate that is none, or a causal form with
+        n_q != n_k
 
     Examples
     --------
@@ -268,6 +302,9 @@ def plan(
         chunk = _CLOSED_CHUNK if closed_form else _CHUNK
     chunk, itemsize = _size("chunk", chunk, 1), _size("itemsize", itemsize, 1)
     threads, workspace = _size("threads", threads, 1), _size("workspace", workspace, 0)
+    for name, rate in (("matmul_rate", matmul_rate), ("copy_rate", copy_rate)):
+        if rate is not None and not 0 < rate < math.inf:
+            raise ValueError(f"{name}: expected a finite number above 0, a second, got {rate!r}")
     if order not in _ORDERS:
         raise ValueError(f"order: expected one of {', '.join(map(repr, _ORDERS))}, got {order!r}")
     if causal and n_q != n_k:

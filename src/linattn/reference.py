@@ -132,7 +132,7 @@ def _exp_parts(x: Array) -> _Features:
     return _Features(np.exp(r), n.astype(np.int64))
 
 
-def _steps(feature_map: Map) -> tuple[Callable[[Array], Any] | None, str]:
+def _steps(feature_map: Map, side: str = "k") -> tuple[Callable[[Array], Any] | None, str]:
     """phi as a map of rows, or None, and then one of `MAPS` for each number.
 
     An object with `kernel` and `project` says so itself; any other callable is all rows.
@@ -143,7 +143,9 @@ def _steps(feature_map: Map) -> tuple[Callable[[Array], Any] | None, str]:
             raise ValueError(f"feature_map: expected one of {', '.join(MAPS)}, got {name!r}")
         return None, name
     if getattr(name, "kernel", None) in (*MAPS, "signed_exp"):
-        return getattr(name, "project", None), name.kernel  # type: ignore[attr-defined]
+        queries = getattr(name, "project_queries", None) if side == "q" else None
+        rows = queries or getattr(name, "project", None)
+        return rows, name.kernel  # type: ignore[attr-defined]
     return name, "identity"
 
 
@@ -152,9 +154,9 @@ def _exponential(feature_map: Map) -> bool:
     return _steps(feature_map)[1] in ("exp", "signed_exp")
 
 
-def _features(x: Array, feature_map: Map) -> _Features:
+def _features(x: Array, feature_map: Map, side: str = "k") -> _Features:
     """phi(x), row by row: (..., n, d_k) -> (..., n, D)."""
-    rows, kernel = _steps(feature_map)
+    rows, kernel = _steps(feature_map, side)
     if rows is not None:
         x = _exact(rows(x))
     if kernel == "exp":
@@ -166,9 +168,9 @@ def _features(x: Array, feature_map: Map) -> _Features:
     return _Features(MAPS[kernel](x), np.zeros(x.shape, np.int64))
 
 
-def _sway(x: Array, feature_map: Map) -> Array:
+def _sway(x: Array, feature_map: Map, side: str = "k") -> Array:
     """sum_e |x_e d phi / d x_e|, scaled as `_features` are: (..., n, d_k) -> (..., n, D)."""
-    rows, kernel = _steps(feature_map)
+    rows, kernel = _steps(feature_map, side)
     moved = np.abs(x)
     if rows is not None:
         # It may mix the numbers of a row: move one at a time, by differences.
@@ -469,7 +471,7 @@ def _attention(
 ) -> Any:
     with np.errstate(all="ignore"):
         problem = _Problem(
-            _features(_exact(q), feature_map),
+            _features(_exact(q), feature_map, "q"),
             _features(_exact(k), feature_map),
             _exact(v),
             causal,
@@ -659,7 +661,7 @@ def error_bound(
     """
     with np.errstate(all="ignore"):
         q, k, v = _exact(q), _exact(k), _exact(v)
-        phi_q, phi_k = _features(q, feature_map), _features(k, feature_map)
+        phi_q, phi_k = _features(q, feature_map, "q"), _features(k, feature_map)
         eps = default_eps(feature_map) if eps is None else float(eps)
         exponential = _exponential(feature_map)
         common = (causal, key_mask, cu_seqlens, enable_gqa)
@@ -668,7 +670,7 @@ def error_bound(
         # One sum of 2 D features gives both parts of s: (phi + sway)(q) phi(k) + phi(q) (...)(k).
         def pair(phi: _Features, x: Array, swaying_first: bool) -> _Features:
             still = np.abs(phi.f)
-            both = [still + _sway(x, feature_map), still]
+            both = [still + _sway(x, feature_map, "q" if swaying_first else "k"), still]
             parts = both if swaying_first else both[::-1]
             return _Features(np.concatenate(parts, -1), np.concatenate([phi.n, phi.n], -1))
 

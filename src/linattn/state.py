@@ -217,7 +217,10 @@ class State:
         broken = (ValueError, KeyError, TypeError, AttributeError, EOFError, NotImplementedError)
         try:
             # opened here, since np.load leaves open what it cannot read
-            with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
+            with open(path, "rb") as raw:
+                file = np.load(raw, allow_pickle=False)
+                if "about" not in getattr(file, "files", ()):  # a .npy file is one array
+                    raise ValueError("it holds no 'about'")
                 about = json.loads(str(file["about"]))
                 arrays = {n: file[n] for n in ("kv", "k_sum", "log_scale") if n in file.files}
             if about["format"] != _FORMAT:
@@ -588,7 +591,10 @@ class State:
         if self.library != "numpy":
             about["library"] = self.library
         target = os.path.abspath(os.fspath(path))
-        handle, temporary = tempfile.mkstemp(dir=os.path.dirname(target), suffix=".part")
+        try:
+            handle, temporary = tempfile.mkstemp(dir=os.path.dirname(target), suffix=".part")
+        except OSError as error:  # names a file that nobody asked for
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from None
         try:
             with os.fdopen(handle, "wb") as file:
                 np.savez(file, about=np.array(json.dumps(about)), **self._in_numpy())
@@ -672,8 +678,9 @@ def _mapped(
     found: FeatureMap, name: str, x: Array, v: Array | None, D: int | None
 ) -> tuple[Array, Array]:
     """What of the map is no kernel, applied; v in the dtype that comes of it."""
-    if found.project is not None:
-        x = _check.features(name, found.project(x), x, D)
+    project = found.projection(name)
+    if project is not None:
+        x = _check.features(name, project(x), x, D)
         if v is not None:
             kind = _check.promoted(x.dtype, v.dtype)
             x, v = _check.converted(x, kind), _check.converted(v, kind)

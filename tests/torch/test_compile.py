@@ -76,17 +76,19 @@ def test_compiled_states(name: str) -> None:
     assert isinstance(state, State)
     same(out, right)
     same(state.kv, expected.kv)
-    go_on = compiled(lambda q, k, v, s: linear_attention(q, k, v, name, causal=True, state=s))
-    same(go_on(q, k, v, state), linear_attention(q, k, v, name, causal=True, state=expected))
-    step = compiled(lambda q, k, v, s: s.step(q, k, v))
-    for t in range(3):
-        row = [x[..., t : t + 1, :] for x in (q, k, v)]
-        same(step(*row, state), expected.step(*row))
+
+    def use(q: Any, k: Any, v: Any, state: Any) -> Any:
+        further = linear_attention(q, k, v, name, causal=True, state=state)
+        one = state.step(q[..., :1, :], k[..., :1, :], v[..., :1, :])
+        return further, one, state.absorb(k, v).query(q)
+
+    used = compiled(use)
+    for n in (3, 37, 2):
+        rows = [x[..., :n, :] for x in (q, k, v)]
+        for found, right in zip(used(*rows, state), use(*rows, expected), strict=True):
+            same(found, right)
         same(state.kv, expected.kv)
         same(state.k_sum, expected.k_sum)
-    absorb = compiled(lambda k, v, s: s.absorb(k, v).query(k))
-    same(absorb(k, v, state), expected.absorb(k, v).query(k))
-    same(state.kv, expected.kv)
 
 
 @pytest.mark.slow
@@ -196,6 +198,126 @@ def test_hessian() -> None:
     f = lambda k: linear_attention(q, k, v, causal=True).square().sum()  # noqa: E731
     found = torch.func.hessian(f)(k)
     torch.testing.assert_close(found, torch.autograd.functional.hessian(f, k))
+
+
+def many(f: Any, x: Any, upstream: Any) -> list[Any]:
+    """The gradients of f for each of many upstream gradients, one by one."""
+    out = f(*x)
+    each = [torch.autograd.grad(out, x, g, retain_graph=True) for g in upstream]
+    return [torch.stack(of_one) for of_one in zip(*each, strict=True)]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "mask": {"key_mask": torch.tensor([True, False, True, True, False, True, True])},
+    "masks": {"key_mask": torch.arange(14).reshape(2, 1, 7) % 3 > 0},
+    "packed": {"cu_seqlens": torch.tensor([0, 3, 3, 7])},
+    "grouped": {"enable_gqa": True},
+    "unnormalized": {"normalize": False},
+    "state": {"return_state": True},
+    "packed states": {"cu_seqlens": torch.tensor([0, 3, 3, 7]), "return_state": True},
+}
+
+
+@pytest.mark.parametrize("name", ["elu1", "exp"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_many_gradients_at_once(options: str, name: str, causal: bool, road: str) -> None:
+    """All of a batch of upstream gradients in one pass: three ways to ask for it."""
+    given = dict(OPTIONS[options])
+    with_state = given.pop("return_state", False)
+    heads = 4 if given.get("enable_gqa") else 2
+    q = normal(1, 2, heads, 7, 3, dtype=torch.float64).requires_grad_()
+    k = normal(2, 2, 2, 7, 3, dtype=torch.float64).requires_grad_()
+    v = normal(3, 2, 7, 2, dtype=torch.float64).requires_grad_()
+    x: tuple[Any, ...] = (q, k, v)
+    if with_state:
+        lead = (3,) if "cu_seqlens" in given else ()
+        x += (normal(4, *lead, 2, 2, 3, 2, dtype=torch.float64).requires_grad_(),)
+        x += (normal(5, *lead, 2, 2, 3, dtype=torch.float64).abs().requires_grad_(),)
+
+    def f(*x: Any) -> Any:
+        if not with_state:
+            return linear_attention(*x, name, causal=causal, **given)
+        scale = torch.zeros_like(x[4], dtype=torch.int32) if name == "exp" else None
+        state = State.from_arrays(*x[3:], scale, feature_map=name, dtype=torch.float64)
+        out, after = linear_attention(
+            *x[:3], name, causal=causal, state=state, return_state=True, **given
+        )
+        return out + (after[1] if "cu_seqlens" in given else after).query(x[0])
+
+    upstream = normal(6, 5, 2, heads, 7, 2, dtype=torch.float64)
+    right = many(f, x, upstream)
+    out = f(*x)
+    ways = (
+        torch.autograd.grad(out, x, upstream, is_grads_batched=True, retain_graph=True),
+        torch.func.vmap(lambda g: torch.autograd.grad(out, x, g, retain_graph=True))(upstream),
+        torch.func.vmap(torch.func.vjp(f, *x)[1])(upstream),
+    )
+    for found in ways:
+        for a, b in zip(found, right, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_jacobians(causal: bool) -> None:
+    x = inputs(15, (2,), 5, 3, 2, torch.float64)
+    f = lambda *x: linear_attention(*x, causal=causal)  # noqa: E731
+    right = torch.autograd.functional.jacobian(f, x)
+    for found in (
+        torch.func.jacrev(f, (0, 1, 2))(*x),
+        torch.func.jacfwd(f, (0, 1, 2))(*x),
+        torch.autograd.functional.jacobian(f, x, vectorize=True),
+    ):
+        for a, b in zip(found, right, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", ["elu1", "exp"])
+@pytest.mark.parametrize("mapped", ["q", "k", "v", "mask", "state", "qkv", "all"])
+def test_the_operator_under_vmap(name: str, mapped: str, road: str) -> None:
+    """As it stands in a graph that was exported: any of its arguments, on any axis of them."""
+    q, k, v = normal(1, 4, 2, 7, 3), normal(2, 2, 7, 3), normal(3, 7, 2)
+    past = linear_attention(*inputs(4, (2,), 5, 3, 2), name, return_state=True)[1]
+    given = [q, k, v, normal(5, 7) > -1, past.kv, past.k_sum, past.log_scale]
+    which = {"qkv": "q k v", "all": "q k v mask state"}.get(mapped, mapped).split()
+    dims: list[int | None] = [None] * 7
+    for word in which:
+        for i in {"q": [0], "k": [1], "v": [2], "mask": [3], "state": [4, 5, 6]}[word]:
+            if given[i] is not None:
+                dims[i] = min(i, given[i].ndim)
+                copies = [given[i].roll(j, 0) for j in range(5)]
+                given[i] = torch.stack(copies, dims[i])
+
+    def f(q: Any, k: Any, v: Any, mask: Any, *sums: Any) -> Any:
+        out, kv, k_sum, _ = torch.ops.linattn.attend(
+            q, k, v, name, 1e-6, True, mask, None, False, True, *sums, True, "auto"
+        )
+        return out, kv, k_sum
+
+    found = torch.func.vmap(f, tuple(dims))(*given)
+    for j in range(5):
+        pairs = zip(given, dims, strict=True)
+        one = [x if d is None else x.select(d, j).contiguous() for x, d in pairs]
+        for a, b in zip(found, f(*one), strict=True):
+            torch.testing.assert_close(a[j], b)
+
+
+def test_sequences_are_not_mapped_over() -> None:
+    q, k, v = inputs(16, (), 7, 3, 2)
+    cuts = torch.tensor([[0, 3, 7], [0, 5, 7]])
+
+    def operator(cuts: Any) -> Any:
+        return torch.ops.linattn.attend(
+            q, k, v, "elu1", 1e-6, True, None, cuts, False, True, None, None, None, False, "auto"
+        )[0]
+
+    def function(cuts: Any) -> Any:
+        return linear_attention(q, k, v, causal=True, cu_seqlens=cuts)
+
+    for f in (operator, function):
+        with pytest.raises(ValueError, match=r"cu_seqlens: expected one for all.*in_dims=None"):
+            torch.func.vmap(f)(cuts)
 
 
 # ------------------------------------------------------------------------------- modes of torch

@@ -183,7 +183,7 @@ def test_07_fully_masked_rows_have_zero_gradients(name: str, causal: bool, road:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @both_forms
-def test_02_gradients_of_long_sums_in_half_precision(dtype: str, causal: bool) -> None:
+def test_02_gradients_of_long_sums_in_half_precision(dtype: str, causal: bool, road: str) -> None:
     n = 20_000
     x = torch.full((n, 3), 4.0, dtype=DTYPES[dtype], requires_grad=True)
     v = torch.ones(n, 2, dtype=DTYPES[dtype], requires_grad=True)

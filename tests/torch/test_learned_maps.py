@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,12 @@ CASES: list[tuple[Any, Any, dict[str, Any]]] = [
     (hedgehog, feature_maps.hedgehog, {"heads": 3, "features": 4}),
     (hedgehog, feature_maps.hedgehog, {"normalise": "halves"}),
     (hedgehog, feature_maps.hedgehog, {"normalise": "joint", "bias": False}),
+    (hedgehog, feature_maps.hedgehog, {"heads": 3, "separate": True, "normalise": "joint"}),
     (t2r, feature_maps.t2r, {"features": 7}),
+    (t2r, feature_maps.t2r, {"features": 7, "separate": True}),
     (performer_learned, feature_maps.performer_learned, {"features": 16, "scale": 0.5}),
     (performer_learned, feature_maps.performer_learned, {"heads": 3, "bias": True}),
+    (performer_learned, feature_maps.performer_learned, {"features": 16, "separate": True}),
 ]
 
 
@@ -68,6 +72,22 @@ def test_in_a_layer() -> None:
     x = torch.randn(2, 9, 12)
     layer(x, x, x)[0].sum().backward()
     assert layer.feature_map_project.weight.grad.abs().max() > 0
+
+
+def test_queries_with_weights_of_their_own_in_a_layer() -> None:
+    layer = LinearAttention(12, 3, batch_first=True, feature_map=hedgehog(4, separate=True))
+    learned = layer.feature_map_project
+    assert torch.equal(learned.weight, learned.query_weight)
+    x = torch.randn(2, 9, 12)
+    shared, _ = layer(x, x, x)
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        twin.feature_map_project.query_weight *= 1.5
+    assert not torch.equal(twin(x, x, x)[0], shared)  # the copy's own weights count
+    assert torch.equal(layer(x, x, x)[0], shared)
+    twin(x, x, x)[0].square().sum().backward()
+    for p in (twin.feature_map_project.weight, twin.feature_map_project.query_weight):
+        assert p.grad.abs().max() > 0
 
 
 def test_training_mimics_softmax() -> None:

@@ -55,8 +55,7 @@ def test_13_prefill_and_steps_are_one_pass(name: str, road: str) -> None:
 @both_maps
 def test_14_branches(name: str) -> None:
     q, k, v = inputs(3, (2, 3), 7, 5, 7)
-    state = State.of(k, v, name)
-    before = state.copy()
+    state, before = State.of(k, v, name), State.of(k, v, name)
     one = [x[..., :1, :] for x in (q, k, v)]
     a, b = state.copy(), state[torch.tensor([0, 1])]
     same(a.step(*one), b.step(*one))

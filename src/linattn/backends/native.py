@@ -92,7 +92,7 @@ def fused(found: FeatureMap, x: Any) -> Any:
     """
     if found.project is None:
         return found.kernel
-    if extension is None or not x.shape:
+    if extension is None or not x.shape or found.project_queries is not None:
         return None
     affine = found.affine(x.shape[-1])
     if affine is None:

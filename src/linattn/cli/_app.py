@@ -15,6 +15,15 @@ from ._failure import INTERRUPTED, Failure
 
 __all__ = ["app", "run"]
 
+OPTIONS = {  # what the library calls by its own names
+    "enable_gqa": "--gqa",
+    "eps": "--eps",
+    "feature_map": "--feature-map",
+    "itemsize": "--itemsize",
+    "order": "--order",
+    "scale": "--scale",
+}
+
 app = typer.Typer(
     name="linattn",
     help="Linear attention, φ(Q)(φ(K)ᵀV) / (φ(Q) φ(K)ᵀ1), at the speed of the matrix multiply.",
@@ -114,6 +123,8 @@ def _worded(error: Exception, who: str) -> tuple[str, int]:
 
 
 def _say(who: str, message: str, status: int) -> int:
+    name, colon, rest = message.partition(":")
+    message = OPTIONS.get(name, name) + colon + rest
     print(f"{who}: {' '.join(message.split())}", file=sys.stderr)
     return status
 

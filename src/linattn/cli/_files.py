@@ -19,13 +19,24 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import numpy as np
+import typer
 
 from ._failure import Failure, brought, fail
 
-__all__ = ["Input", "Output", "checked_output", "clashes", "inputs", "read", "replacing", "size_of"]
+__all__ = [
+    "Given",
+    "Input",
+    "Output",
+    "checked_output",
+    "clashes",
+    "inputs",
+    "read",
+    "replacing",
+    "size_of",
+]
 
 Array = Any
 
@@ -46,6 +57,14 @@ _SAFETENSORS = {
     "BOOL": "bool",
 }
 _NAMES = {name: code for code, name in _SAFETENSORS.items()}
+
+Given = Annotated[  # of commands that make arrays of their own where none are given
+    list[str] | None,
+    typer.Argument(
+        metavar="Q K V",
+        help="Arrays to take: three files, or one that holds q, k and v. Without: random ones.",
+    ),
+]
 
 
 @dataclass

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from linattn import feature_maps, linear_attention, softmax_attention
+from linattn import FeatureMap, feature_maps, linear_attention, softmax_attention
+
+from ._failure import fail
 
 __all__ = [
     "Fit",
@@ -25,6 +27,7 @@ __all__ = [
     "extra_memory",
     "fit",
     "matmul_rate",
+    "named_map",
     "rest",
     "seconds",
     "textbook",
@@ -41,8 +44,19 @@ REST = 0.02
 # What is measured against: the formulas as they stand in books
 
 
+def named_map(name: str | None) -> FeatureMap:
+    """The feature map of a name, as far as a command can use it."""
+    found = feature_maps.get(name)
+    if getattr(found, "positional", False):
+        fail(
+            f"--feature-map {name}: expected a map that doesn't depend on positions, which only "
+            "Python can give: linear_attention(q, k, v, feature_map.at(range(n)))"
+        )
+    return found
+
+
 def textbook_map(name: str) -> Callable[[Array], Array]:
-    """A feature map as one writes it in NumPy."""
+    """A feature map as one writes it in NumPy; a family's is a function of arrays already."""
     maps: dict[str, Callable[[Array], Array]] = {
         "elu1": lambda x: np.where(x > 0, x + 1, np.exp(x)),
         "relu": lambda x: np.maximum(x, 0),
@@ -52,7 +66,7 @@ def textbook_map(name: str) -> Callable[[Array], Array]:
         "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
         "identity": lambda x: x,
     }
-    return maps[name]
+    return maps[name] if name in maps else feature_maps.get(name)
 
 
 def textbook(

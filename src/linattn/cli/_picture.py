@@ -58,7 +58,8 @@ def draw(path: str, title: str, panels: Sequence[Panel], across: str) -> None:
     figure = Figure(figsize=(6.2 * len(panels), 5.2), dpi=150, layout="constrained")
     figure.suptitle(title, fontsize=12)
     named: dict[str, Any] = {}
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    places = list(zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True))
+    for axes, panel in places:
         named |= _panel(axes, panel, across)
     figure.legend(
         named.values(),
@@ -68,6 +69,9 @@ def draw(path: str, title: str, panels: Sequence[Panel], across: str) -> None:
         frameon=False,
         fontsize=10,
     )
+    figure.draw_without_rendering()  # now it is known how high everything is
+    for axes, panel in places:
+        _notes(axes, panel.lines)
     kind = os.path.splitext(path)[1][1:].lower()
     # The same figures give the same bytes: a picture under version control changes with them alone.
     about: dict[str, Any] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
@@ -95,16 +99,6 @@ def _panel(axes: Any, panel: Panel, across: str) -> dict[str, Any]:
             markersize=5,
             linewidth=1.8,
         )
-        if line.note:
-            axes.annotate(
-                line.note,
-                (line.n[-1], line.values[-1]),
-                xytext=(7, 0),
-                textcoords="offset points",
-                color=COLOURS[line.style % len(COLOURS)],
-                fontsize=9,
-                va="center",
-            )
     axes.set_xlabel(across)
     axes.xaxis.set_major_locator(LogLocator(base=2, numticks=9))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
@@ -124,6 +118,44 @@ def _panel(axes: Any, panel: Panel, across: str) -> dict[str, Any]:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     return drawn
+
+
+def _notes(axes: Any, lines: Sequence[Line]) -> None:
+    """Each note behind the last point of its line, none over another."""
+    points = 72 / axes.figure.dpi
+    lines = [line for line in lines if line.n and line.note]
+    for last in {line.n[-1] for line in lines}:
+        here = sorted((line for line in lines if line.n[-1] == last), key=lambda x: x.values[-1])
+        heights = [points * axes.transData.transform((last, line.values[-1]))[1] for line in here]
+        for line, height, free in zip(here, heights, spread(heights, 12), strict=True):
+            axes.annotate(
+                line.note,
+                (last, line.values[-1]),
+                xytext=(7, free - height),
+                textcoords="offset points",
+                color=COLOURS[line.style % len(COLOURS)],
+                fontsize=9,
+                va="center",
+            )
+
+
+def spread(heights: Sequence[float], apart: float) -> list[float]:
+    """Rising heights, moved so that neighbours are so far apart; those that are stay."""
+    groups: list[list[float]] = []  # of those that touch: their middle, their number
+    for height in heights:
+        groups.append([height, 1])
+        while (
+            len(groups) > 1
+            and groups[-1][0] - groups[-2][0] < apart * (groups[-1][1] + groups[-2][1]) / 2
+        ):
+            middle, count = groups.pop()
+            below, more = groups[-1]
+            groups[-1] = [(below * more + middle * count) / (more + count), more + count]
+    return [
+        middle + apart * (i - (count - 1) / 2)
+        for middle, count in groups
+        for i in range(int(count))
+    ]
 
 
 def _time(seconds: float) -> str:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from linattn import get_num_threads
 
-__all__ = ["busy", "console", "seconds", "table", "times"]
+__all__ = ["busy", "console", "counted", "seconds", "table", "times"]
 
 
 def console(stderr: bool = False) -> Console:
@@ -26,6 +26,10 @@ def table(*columns: str) -> Table:
     for i, column in enumerate(columns):
         made.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
     return made
+
+
+def counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def seconds(value: float | None) -> str:

@@ -18,7 +18,7 @@ import typer
 
 from linattn import State, linear_attention, set_num_threads
 
-from . import _files
+from . import _files, _measure
 from ._failure import INTERRUPTED, Failure, fail
 from ._files import Input, Output, size_of
 
@@ -87,6 +87,8 @@ def attend(
         _files.clashes(state_out, "--state-out", sources)
         _files.clashes(state_out, "--state-out", {"-o": output})
     _files.clashes(output, "-o", sources)
+    if feature_map is not None:
+        _measure.named_map(feature_map)
     if threads is not None:
         set_num_threads(threads)
 
@@ -132,7 +134,7 @@ def _state(path: str, feature_map: str | None) -> State:
     try:
         return State.load(path, feature_map)
     except ValueError as error:
-        fail(f"--state-in {path}: {error}")
+        fail(f"--state-in {path}: {str(error).removeprefix('path: ')}")
 
 
 def _save(state: State, path: str) -> None:
@@ -248,6 +250,7 @@ class _Job:
         """A message of the library, with the files named and the shapes they have."""
         for name, x in named.items():
             text = text.replace(str(none[name].shape), str(x.array.shape))
+        text = text.replace("enable_gqa=True", "--gqa")
         name, colon, rest = text.partition(":")
         if name in named:
             return f"{name} ({named[name]}){colon}{rest}"

@@ -84,9 +84,11 @@ def bench(
     others = _names("--against", against, AGAINST) if against else []
     usual = get_num_threads()
     thread_counts = [usual] if threads is None else _sizes("--threads", threads)
-    found = feature_maps.get(feature_map)
+    found = _measure.named_map(feature_map)
     if plot is not None:
         plot = _picture.checked(plot)
+        if forms == ["recurrent"]:
+            fail(f"--plot {plot}: a picture needs a form over lengths: parallel or chunked")
     if as_json not in (None, "-"):
         as_json = _files.checked_output(str(as_json), "--json", (".json",))
     kinds = {name: _dtype(name) for name in dtypes}
@@ -123,7 +125,8 @@ def bench(
                 if which == "recurrent" and length != lengths[0]:
                     continue  # a step does not know how many came before
                 calls = _calls(which, kinds[kind], h, width, length, found.name, others)
-                row = _row(which, kind, h, width, count, length, calls, matmul, budget)
+                D = found.width(width) or width
+                row = _row(which, kind, h, width, D, count, length, calls, matmul, budget)
                 rows.append(row)
                 table.add_row(*_cells(row, shown, others))
     finally:
@@ -173,7 +176,7 @@ def _calls(
     q, k, v = _measure.arrays([(heads, rows, d)] * 3, dtype)
     out = np.empty_like(q)
     if form == "recurrent":
-        state = State.zeros((heads,), d, d, name, dtype)
+        state = State.zeros((heads,), feature_maps.get(name).width(d) or d, d, name, dtype)
         return {form: lambda: state.step(q, k, v, out=out)}
     causal = form == "chunked"
     found: dict[str, Callable[[], object]] = {
@@ -196,6 +199,7 @@ def _row(
     dtype: str,
     heads: int,
     d: int,
+    D: int,
     threads: int,
     n: int,
     calls: dict[str, Callable[[], object]],
@@ -210,7 +214,7 @@ def _row(
         _measure.rest()
         with np.errstate(all="ignore"):
             times[name] = _measure.seconds(call, budget)
-    operations = 4 * (1 if form == "recurrent" else n) * d * d * heads
+    operations = 4 * (1 if form == "recurrent" else n) * D * d * heads
     taken = times.pop(form)
     rate = operations / taken
     return Row(form, n, d, heads, dtype, threads, taken, operations, rate, rate / matmul, times)
@@ -237,16 +241,17 @@ def _cells(row: Row, shown: Sequence[str], others: Sequence[str]) -> list[str]:
 def _draw(path: str, rows: Sequence[Row], matmul: float) -> None:
     lines: dict[str, list[Row]] = {}
     walked = [row for row in rows if row.form != "recurrent"]
-    if not walked:
-        fail(f"--plot {path}: a picture needs a form over lengths: parallel or chunked")
     for row in walked:
         about = [row.form]
-        for name, unit in (("heads", "heads"), ("d", "features"), ("dtype", ""), ("threads",) * 2):
+        for name, unit in (("heads", "head"), ("d", "feature"), ("threads", "thread")):
             if len({getattr(other, name) for other in walked}) > 1:
-                about.append(f"{getattr(row, name)} {unit}".strip())
+                about.append(_show.counted(getattr(row, name), unit))
+        if len({other.dtype for other in walked}) > 1:
+            about.append(row.dtype)
         lines.setdefault(", ".join(about), []).append(row)
     taken, rates = [], []
-    for (name, found), style in zip(lines.items(), itertools.cycle(STYLES), strict=False):
+    for i, (name, found) in enumerate(lines.items()):
+        style = STYLES[i % len(STYLES)] + len(_picture.COLOURS) * (i // len(STYLES))
         found = sorted(found, key=lambda row: row.n)
         n = [row.n for row in found]
         taken.append(_picture.Line(name, n, [row.seconds for row in found], style))

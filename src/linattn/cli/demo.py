@@ -24,7 +24,7 @@ from linattn import (
 )
 
 from . import _files, _measure, _picture, _show
-from ._failure import Failure
+from ._failure import Failure, fail
 from ._files import size_of
 
 __all__ = ["demo"]
@@ -52,16 +52,12 @@ FORMS = {
 
 
 def demo(
-    files: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[Q K V]",
-            help="Arrays to take: three files, or one that holds q, k and v. Without: random ones.",
-        ),
-    ] = None,
+    files: _files.Given = None,
     n: Annotated[int, typer.Option("--n", min=1, help="Positions of the random arrays.")] = 128,
     d: Annotated[int, typer.Option("--d", min=1, help="Features of the random arrays.")] = 64,
-    feature_map: Annotated[str, typer.Option(help="φ, by name.")] = "elu1",
+    feature_map: Annotated[
+        str, typer.Option(help=f"φ, of {', '.join(feature_maps.names())}.")
+    ] = "elu1",
     longest: Annotated[
         int, typer.Option(min=1, help="The longest sequence to time; shorter is faster.")
     ] = LENGTHS[-1],
@@ -74,6 +70,11 @@ def demo(
     """What linear attention is, that it is right, and what it saves. Takes under a minute."""
     started = time.perf_counter()
     found = feature_maps.get(feature_map)
+    if found.name not in feature_maps.names():
+        fail(
+            f"--feature-map: expected one of {', '.join(feature_maps.names())}, which the textbook "
+            f"function has too, got {feature_map!r}; linattn fidelity takes all"
+        )
     if plot is not None:
         plot = _picture.checked(plot)
     if threads is not None:
@@ -81,7 +82,7 @@ def demo(
     console = _show.console()
     with tempfile.TemporaryDirectory(prefix="linattn-") as scratch:
         if files:
-            q, k, v = (x.array for x in _files.inputs(files, ("q", "k", "v"), scratch))
+            q, k, v = (_finite(x) for x in _files.inputs(files, ("q", "k", "v"), scratch))
         else:
             q, k, v = _measure.arrays([(n, d)] * 3, np.float32, seed)
         out = linear_attention(q, k, v, found)
@@ -99,6 +100,14 @@ def demo(
     console.print(f"\n[dim]{time.perf_counter() - started:.0f} s in all.[/]")
     if not right:
         raise Failure("the check failed: the result is not linear attention; please report it")
+
+
+def _finite(x: _files.Input) -> Array:
+    """The array of a file: what is not finite could not be checked."""
+    count = x.array.size - np.count_nonzero(np.isfinite(x.array))
+    if count:
+        fail(f"{x}: expected finite numbers, got {count:,} that are not; attend takes them")
+    return x.array
 
 
 # What it is

@@ -11,6 +11,7 @@ import typer
 from linattn import feature_maps, get_num_threads, plan
 
 from . import _measure
+from ._failure import fail
 
 __all__ = ["explain"]
 
@@ -44,6 +45,11 @@ def explain(
     if measure:
         rates = {"matmul_rate": _measure.matmul_rate(), "copy_rate": _measure.copy_rate()}
     phi = feature_maps.get(feature_map)
+    if feature_map is not None and features not in (None, phi.width(d)):
+        fail(
+            f"--features: expected {phi.width(d):,}, those of --feature-map {feature_map}, or none "
+            f"given, got {features:,}"
+        )
     found = plan(
         n if n_q is None else n_q,
         n if n_k is None else n_k,

@@ -12,7 +12,7 @@ import typer
 
 import linattn
 
-from . import _files, _measure, _picture
+from . import _files, _measure, _picture, _show
 
 __all__ = ["draw", "draw_points", "fidelity"]
 
@@ -20,13 +20,7 @@ MOST = 1.5  # of the axes
 
 
 def fidelity(
-    files: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[Q K V]",
-            help="Arrays to take: three files, or one that holds q, k and v. Without: random ones.",
-        ),
-    ] = None,
+    files: _files.Given = None,
     feature_map: Annotated[
         list[str] | None,
         typer.Option(
@@ -76,7 +70,8 @@ def curve(name: str) -> str:
 def draw(path: str, found: linattn.Fidelity, title: str = "") -> None:
     """Error and total variation against operations, one curve a family."""
     points = [(m.name, m.operations, m.error, m.total_variation) for m in found.maps]
-    default = f"Against softmax attention: {found.heads} heads, n = {found.n_k}, d = {found.d_k}"
+    heads = _show.counted(found.heads, "head")
+    default = f"Against softmax attention: {heads}, n = {found.n_k}, d = {found.d_k}"
     draw_points(path, points, title or default)
 
 

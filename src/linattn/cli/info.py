@@ -54,6 +54,7 @@ def info(
         }
         print(json.dumps(about, indent=2))
         return
+    families = [name for name in feature_maps.catalogue() if name not in feature_maps.names()]
     native = config.instruction_set is not None
     rows = [
         ("linattn", config.version),
@@ -68,7 +69,8 @@ def info(
         ),
         ("backend", f"{config.backend} answers first" if native else config.backend),
         ("threads", f"{config.threads}, of {os.cpu_count()} processors"),
-        ("feature maps", f"{', '.join(feature_maps.names())}, or any callable"),
+        ("feature maps", f"fused: {', '.join(feature_maps.names())}"),
+        ("", f"families: {', '.join(families)}; or any callable"),
         *((name, f"{value} (environment)") for name, value in variables.items()),
     ]
     for name, (purpose, source) in OPTIONAL.items():

@@ -26,6 +26,7 @@ __all__ = [
     "names",
     "namespace",
     "signs",
+    "taken",
     "wide",
     "with_sign",
 ]
@@ -79,8 +80,10 @@ class FeatureMap:
         whether phi(x) >= 0, so that the normalised output is an average of values
     eps:
         what ``eps=None`` means: 1e-6, and 0 where denominators can be honestly tiny
+    project_queries:
+        `project` for queries, where they are mapped otherwise than keys; None: they aren't
 
-    Calling it gives phi(x), computed in at least float32 and rounded to x's dtype once.
+    Calling it gives phi(x) of keys, computed in at least float32 and rounded to x's dtype once.
 
     Examples
     --------
@@ -97,6 +100,7 @@ class FeatureMap:
     project: Callable[[Array], Array] | None = None
     nonnegative: bool = True
     eps: float = 1e-6
+    project_queries: Callable[[Array], Array] | None = None
 
     def __post_init__(self) -> None:
         if self.kernel not in KERNELS and self.kernel != "signed_exp":
@@ -108,6 +112,12 @@ class FeatureMap:
     def exponential(self) -> bool:
         """Whether a state of this map carries a power of two for each feature."""
         return self.kernel in EXPONENTIAL
+
+    def projection(self, side: str) -> Callable[[Array], Array] | None:
+        """The step before the kernel for "q" or for "k"."""
+        if side == "q" and self.project_queries is not None:
+            return self.project_queries
+        return self.project
 
     def width(self, d_k: int) -> int | None:
         """D for keys of d_k features; None where only calling the map can tell."""
@@ -152,7 +162,8 @@ class FeatureMap:
     def __reduce__(self) -> tuple[Any, ...]:
         if _BY_NAME.get(self.name) is self:
             return get, (self.name,)
-        return FeatureMap, (self.name, self.kernel, self.project, self.nonnegative, self.eps)
+        given = (self.name, self.kernel, self.project, self.nonnegative, self.eps)
+        return FeatureMap, (*given, self.project_queries)
 
     def __repr__(self) -> str:
         return f"<feature map {self.name}>"
@@ -172,6 +183,7 @@ class _Stated(FeatureMap):
         project: Callable[[Array], Array] | None = field(init=False, compare=False)
     nonnegative: bool = field(init=False, compare=False)
     eps: float = field(init=False, compare=False)
+    project_queries: Callable[[Array], Array] | None = field(init=False, compare=False)
 
 
 class Family(_Stated):
@@ -214,6 +226,7 @@ class Family(_Stated):
     label: ClassVar[str] = ""
     kernel = "identity"
     nonnegative = False
+    project_queries = None
     computes: ClassVar[str] = ""
     approximates: ClassVar[str] = ""
     paper: ClassVar[str] = ""
@@ -255,7 +268,7 @@ class Family(_Stated):
         return all(_alike(getattr(self, f.name), getattr(other, f.name)) for f in _parameters(self))
 
     def __hash__(self) -> int:
-        return hash((type(self), self.name))
+        return hash(type(self))  # of no parameter: torch.compile may know it as a symbol only
 
     def __reduce__(self) -> tuple[Any, ...]:
         given = [f.name for f in fields(self) if f.init]
@@ -326,20 +339,31 @@ def concatenate(xp: Any, parts: list[Array]) -> Array:
     return xp.concatenate(parts, -1)  # `axis` here, `dim` there
 
 
+def taken(xp: Any, x: Array, index: Array) -> Array:
+    """Rows, along the last axis but one, by an array of integers of NumPy's."""
+    if hasattr(x, "requires_grad"):  # torch, where brackets take three times as long
+        return xp.index_select(x, -2, xp.tensor(index, device=x.device))
+    return xp.take(x, index, -2)
+
+
 def with_sign(xp: Any, x: Array, negative: Array) -> Array:
-    """NumPy's float32 or float64 numbers with a sign in the last bit: 1 where negative.
+    """float32 or float64 numbers with a sign in the last bit: 1 where negative.
 
     It costs a rounding, of the size of the one that x has had already.
     """
     integer = xp.int64 if x.dtype == xp.float64 else xp.int32
-    coded = ((x.view(integer) & ~integer(1)) | negative).view(x.dtype)
+    plain = x.detach() if hasattr(x, "requires_grad") else x
+    coded = ((plain.view(integer) & -2) | negative).view(x.dtype)
+    if plain is not x:  # a gradient passes, and no bit is lost: the two differ by the last one
+        coded = x + (coded - plain)
     return xp.where(xp.isfinite(x), coded, x)  # infinity plus a bit would be NaN
 
 
 def signs(xp: Any, x: Array) -> Array:
     """1.0 or -1.0, from the last bit."""
     integer = xp.int64 if x.dtype == xp.float64 else xp.int32
-    return 1.0 - 2.0 * (x.view(integer) & integer(1))
+    plain = x.detach() if hasattr(x, "requires_grad") else x
+    return 1.0 - 2.0 * (plain.view(integer) & 1)
 
 
 def elementwise(xp: Any, kernel: str, x: Array) -> Array:
@@ -426,6 +450,8 @@ def get(feature_map: str | FeatureMap | Callable[[Array], Array] | None = None) 
     if isinstance(feature_map, FeatureMap):
         return feature_map
     if isinstance(feature_map, str):
+        if feature_map in _FAMILIES:  # torch.compile can follow this, and not the parser
+            return _FAMILIES[feature_map]()
         return _BY_NAME.get(feature_map) or _parsed(feature_map)
     if isinstance(feature_map, type) and issubclass(feature_map, Family):
         return feature_map()

@@ -8,7 +8,8 @@ from __future__ import annotations
 # `project` is a field of FeatureMap and a method here.
 # mypy: disable-error-code="misc"
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,25 +30,39 @@ class Learned(Family):
         from the end of q and k
     bias:
         b, (features,) or (heads, features); None: there is none
+    query_weight, query_bias:
+        W and b of queries, where they have their own: as many features, and with grouped heads as
+        many heads as there are of queries; None: those of keys serve both
     """
 
     weight: Any = None
     bias: Any = None
+    query_weight: Any = field(default=None, kw_only=True)
+    query_bias: Any = field(default=None, kw_only=True)
 
     learned = True
 
     def __post_init__(self) -> None:
-        shape = getattr(self.weight, "shape", None)
-        if shape is None or len(shape) < 2:
+        shape = _checked("", self.weight, self.bias)
+        if self.query_weight is None:
+            if self.query_bias is not None:
+                raise ValueError(
+                    "query_bias: expected None without query_weight; pass that too, or leave bias "
+                    "to serve queries and keys"
+                )
+            return
+        own = _checked("query_", self.query_weight, self.query_bias)
+        if own[-2:] != shape[-2:]:
             raise ValueError(
-                "weight: expected an array (features, d_k) or (heads, features, d_k), got "
-                f"{type(self.weight).__name__ if shape is None else tuple(shape)}"
+                f"query_weight: expected {shape[-2:]} on its last axes as weight has, got {own}"
             )
-        if self.bias is not None and tuple(self.bias.shape) != tuple(shape[:-1]):
-            raise ValueError(
-                f"bias: expected shape {tuple(shape[:-1])} as weight has rows, got "
-                f"{tuple(self.bias.shape)}"
-            )
+
+    @property
+    def project_queries(self) -> Callable[[Array], Array] | None:  # type: ignore[override]
+        if self.query_weight is None:
+            return None
+        weights = {"weight": self.query_weight, "bias": self.query_bias}
+        return replace(self, **weights, query_weight=None, query_bias=None).project
 
     def width(self, d_k: int) -> int:
         return int(self.weight.shape[-2])
@@ -83,6 +98,22 @@ def numbers(values: Array) -> Array:
     return np.ascontiguousarray(values, dtype=np.float64)
 
 
+def _checked(which: str, weight: Any, bias: Any) -> tuple[int, ...]:
+    """The shape of a weight that fits its bias."""
+    shape = getattr(weight, "shape", None)
+    if shape is None or len(shape) < 2:
+        raise ValueError(
+            f"{which}weight: expected an array (features, d_k) or (heads, features, d_k), got "
+            f"{type(weight).__name__ if shape is None else tuple(shape)}"
+        )
+    if bias is not None and tuple(bias.shape) != tuple(shape[:-1]):
+        raise ValueError(
+            f"{which}bias: expected shape {tuple(shape[:-1])} as {which}weight has rows, got "
+            f"{tuple(bias.shape)}"
+        )
+    return tuple(shape)
+
+
 @dataclass(frozen=True, repr=False, eq=False)
 class Hedgehog(Learned, label="hedgehog"):
     r"""exp of a learned layer and of its opposite.
@@ -97,6 +128,8 @@ class Hedgehog(Learned, label="hedgehog"):
 
     weight, bias:
         W: (features, d_k), the identity at the start of training, and b
+    query_weight, query_bias:
+        those of queries, where they have their own, as in the authors' code; None: the same
     normalise:
         the paper writes the first. Code in circulation has the other two, which differ from it and
         from each other: the authors' later code normalises each half, other implementations both

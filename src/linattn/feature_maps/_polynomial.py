@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ._base import Array, Family, concatenate, constant, namespace
+from ._base import Array, Family, concatenate, constant, namespace, taken
 from ._random import Drawn, scaled
 
 __all__ = ["Polynomial", "PolynomialSketch", "Taylor"]
@@ -26,8 +26,9 @@ def powers(xp: Any, x: Array, factors: list[float], packed: bool, one: bool = Fa
 
     The p-th gives factor^2 (q . k)^p.
 
-    It is made feature by feature, over all rows at once, and turned at the end: row by row the
-    many short products of a packed power take ten times as long.
+    It is made feature by feature, over all rows at once, and turned at the end. A product of two
+    arrays that are gathered by index takes a quarter of the time of the d products of x_i with
+    the features that may stand behind it.
 
     factors: of the degrees 1, 2, ...; a degree of factor 0 is left out
     packed: equal products of a symmetric power once, times the root of their number
@@ -49,22 +50,32 @@ def powers(xp: Any, x: Array, factors: list[float], packed: bool, one: bool = Fa
             if factor:
                 found.append(plain if p == degree else plain * factor)
             continue
-        # Products x_i ... x_j with rising indices: those that begin with x_i are x_i times the
-        # products one shorter that begin with x_i or later, which stand together at the end.
-        blocks = []
-        for i in range(d):
-            begin = math.comb(d + p - 2, p - 1) - math.comb(d - i + p - 2, p - 1)
-            blocks.append(x[..., i : i + 1, :] * plain[..., begin:, :])
+        first, rest = rising(d, p)
+        plain = taken(xp, x, first) * taken(xp, plain, rest)
         if factor:
-            weights = constant(xp, roots(d, p) * factor, x)[:, None]
-            at = 0
-            for block in blocks:
-                end = at + block.shape[-2]
-                found.append(block * weights[at:end])
-                at = end
-        if p < degree:
-            plain = xp.concatenate(blocks, -2)
+            found.append(plain * constant(xp, roots(d, p) * factor, x)[:, None])
     return xp.concatenate(found, -2).swapaxes(-1, -2)
+
+
+@functools.lru_cache(maxsize=32)
+def rising(d: int, p: int) -> tuple[Array, Array]:
+    """The products x_i ... x_j of p numbers with rising indices, in order: i, and the rest.
+
+    The rest is one of the products of p - 1 numbers. Those that begin with x_i or later stand
+    together at their end.
+
+    Examples
+    --------
+    >>> [x.tolist() for x in rising(3, 2)]
+    [[0, 0, 0, 1, 1, 2], [0, 1, 2, 1, 2, 2]]
+    """
+    width = math.comb(d + p - 2, p - 1)
+    begins = [width - math.comb(d - i + p - 2, p - 1) for i in range(d)]
+    first = np.repeat(np.arange(d), [width - begin for begin in begins])
+    rest = np.concatenate([np.arange(begin, width) for begin in begins])
+    for found in (first, rest):
+        found.flags.writeable = False
+    return first, rest
 
 
 @functools.lru_cache(maxsize=32)

@@ -138,7 +138,7 @@ class Favor(Drawn, label="favor"):
     kind:
         "positive"; "hyperbolic": D/2 directions and their opposites, of less variance for the same
         D; "trigonometric": D/2 directions, signed, of less variance for large weights and of far
-        more for small ones, so that denominators may vanish (NumPy arrays alone, not fused)
+        more for small ones, so that denominators may vanish (not fused)
     scale:
         of q and of k; None is d_k^(-1/4)
     features, seed, orthogonal:
@@ -194,14 +194,10 @@ class Favor(Drawn, label="favor"):
         along = y @ self.drawn(xp, y)
         half = (y * y).sum(-1)[..., None] / 2
         if self.kind == "trigonometric":
-            if hasattr(x, "requires_grad"):
-                raise TypeError(
-                    "q: expected NumPy arrays for trigonometric features, got a tensor; take "
-                    "kind='positive' or 'hyperbolic'"
-                )
             waves = concatenate(xp, [xp.sin(along), xp.cos(along)])
-            with xp.errstate(divide="ignore"):  # log 0: a feature that is 0
-                size = xp.log(abs(waves)) + (half - math.log(self.features / 2) / 2)
+            # Almost 0 stands for 0, so that phi' there is what log |phi| and its derivative give.
+            waves = xp.where(waves == 0, waves + 1e-20, waves)
+            size = xp.log(abs(waves)) + (half - math.log(self.features / 2) / 2)
             return with_sign(xp, size, waves < 0)
         if self.paired:
             along = concatenate(xp, [along, -along])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -102,7 +103,10 @@ def cuts(value: Any, n: int) -> Tensor | None:
         return torch.from_numpy(_check.cu_seqlens(value, n))
     _check.cut_axes(name_of(value.dtype), is_integer(value.dtype), shape(value), n)
     if not torch.compiler.is_compiling() and _is_readable(value):
-        _check.cu_seqlens(value.detach().cpu().numpy(), n)
+        if torch._C._functorch.is_batchedtensor(value):
+            raise _check.mapped_cuts()
+        # By way of a list, as a transform of torch.func lets no array look into a tensor.
+        _check.cu_seqlens(np.array(value.tolist(), np.int64), n)
     return value.to(torch.int64)
 
 

@@ -1,11 +1,12 @@
 """`linear_attention` and `softmax_attention` of tensors: checks, and the choice of a road.
 
-Four roads lead to the same numbers:
+Roads that lead to the same numbers:
 
 - direct: nothing differentiates, traces or intercepts, and the tensors lie in this machine's
   memory; the compiled core is called without torch's dispatcher
 - operator: `torch.ops.linattn.attend`, which torch differentiates, compiles and exports
 - composite: torch operations, for the transforms of torch.func and forward-mode derivatives
+- closed: maps with a closed form, in blocks and without their features; torch operations too
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from torch.nn import functional as F
 from .. import _check, feature_maps
 from ..backends import native
 from ..feature_maps import FeatureMap
-from . import _arguments, _direct, _eager
+from ..plan import closed_order
+from . import _arguments, _closed, _direct, _eager
 from ._composite import Sums
-from ._roads import attend, into, mapped
+from ._roads import expanded, into
 from ._state import TensorState
 
 __all__ = ["linear_attention", "softmax_attention"]
@@ -120,37 +122,50 @@ def linear_attention(
     )  # fmt: skip
     cuts = _arguments.cuts(cu_seqlens, n)
     mask = _arguments.mask(key_mask, k)
-    full, _ = _check.fit(
+    full, groups = _check.fit(
         tuple(q.shape), tuple(k.shape), tuple(v.shape),
         sequences=None if cuts is None else cuts.shape[0] - 1, enable_gqa=enable_gqa, state=shape,
     )  # fmt: skip
     kind = q.dtype
     if found.project is not None and _fusable(q, k, v, mask, state):
         whole = native.fused(found, k)
-        made = whole and native.attend(
+        told = whole and native.attend(
             q, k, v, whole, number, causal, mask, cuts, enable_gqa, normalize,
             None if state is None else (state.kv, state.k_sum, state.log_scale), return_state,
             "linear" if linear else order, None,
         )  # fmt: skip
-        if made is not None:
-            answer, *after = made if return_state else (made,)
+        if told is not None:
+            answer, *rest = told if return_state else (told,)
             if out is not None:
                 answer = into(out, answer, full)
             if not return_state:
                 return answer
-            return answer, TensorState(after[0], after[1], after[2], found, kind)
-    k, v = mapped(found, "k", k, v, None if state is None else state.D)
-    q, v = mapped(found, "q", q, v, k.shape[-1])
-    if found.project is not None:  # a map may round less, or more, than what it is given
-        wide = _arguments.promoted(_arguments.promoted(q.dtype, k.dtype), v.dtype)
-        q, k, v = q.to(wide), k.to(wide), v.to(wide)
-    if linear:
-        order = "linear"
+            return answer, TensorState(rest[0], rest[1], rest[2], found, kind)
     sums = None if state is None else Sums(state.kv, state.k_sum, state.log_scale)
-    answer, after = attend(
-        q, k, v, found.kernel, number, causal, mask, cuts, enable_gqa, normalize, sums,
-        return_state, order,
-    )  # fmt: skip
+    if _closed.serves(found, q, k, v, *(() if sums is None else sums[:2])):
+        D = found.width(k.shape[-1])
+        assert D is not None
+        if state is not None:
+            _check.width((n, D), state.D)
+        order = closed_order(
+            n,
+            k.shape[-2],
+            k.shape[-1],
+            v.shape[-1],
+            D,
+            groups,
+            causal,
+            state is not None or return_state,
+            order,
+        )
+        options = _closed.Options(found, number, causal, enable_gqa, normalize, return_state, order)
+        made: tuple[Tensor, Sums | None] = _closed.attend(q, k, v, options, mask, cuts, sums)
+        answer, after = made
+    else:
+        answer, after = expanded(
+            found, q, k, v, number, causal, mask, cuts, enable_gqa, normalize, sums,
+            return_state, "linear" if linear else order,
+        )  # fmt: skip
     if answer.dtype != kind:
         answer = answer.to(kind)
     if out is not None:

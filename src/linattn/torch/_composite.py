@@ -20,9 +20,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..feature_maps import EXPONENTIAL, signs
 from . import _maps
 
-__all__ = ["EMPTY", "Sums", "attend", "backward", "merge", "wide"]
+__all__ = [
+    "EMPTY",
+    "Call",
+    "Part",
+    "Sums",
+    "attend",
+    "backward",
+    "finite_part",
+    "is_finite",
+    "merge",
+    "ratio",
+    "weighed",
+    "wide",
+]
 
 Shape = tuple[int, ...]
 
@@ -101,7 +115,7 @@ def attend(
     units: the log_scale that the state is to have, where it isn't this function's own choice
     in_place: fill one array, which no transform of torch.func and no gradient allows
     """
-    call = _Call(q, k, v, kernel, key_mask, cu_seqlens, enable_gqa, state)
+    call = Call(q, k, v, kernel, key_mask, cu_seqlens, enable_gqa, state)
     out = q.new_empty(call.shape) if in_place else None
     parts, states = [], []
     for part in call.parts():
@@ -149,7 +163,7 @@ def backward(
     R and r are a state too, of queries where S and Z are of keys; the causal form walks it
     backwards. In exp's pairs the powers of a row are those that its denominator is in units of.
     """
-    call = _Call(q, k, v, kernel, key_mask, cu_seqlens, enable_gqa, state)
+    call = Call(q, k, v, kernel, key_mask, cu_seqlens, enable_gqa, state)
     dq, dk, dv = (
         torch.empty_like(q, memory_format=torch.contiguous_format),
         *(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v)),
@@ -180,7 +194,7 @@ def merge(a: Sums, b: Sums) -> Sums:
 # The shapes of a call
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """One sequence: arrays whose leading axes broadcast."""
 
     sequence: int
@@ -192,7 +206,7 @@ class _Part(NamedTuple):
     before: Sums
 
 
-class _Call:
+class Call:
     """Grouped heads as an axis of their own, packed sequences as parts; and back."""
 
     def __init__(
@@ -205,14 +219,16 @@ class _Call:
         cuts: Tensor | None,
         grouped: bool,
         state: Sums | None,
+        D: int | None = None,
     ) -> None:
+        """D: features of a state, where k has others: before its map."""
         past: Shape = () if state is None else tuple(state.kv.shape[:-2])
         self.packed = cuts is not None
         if self.packed:
             past = past[1:]
         self.held = tuple(torch.broadcast_shapes(k.shape[:-2], v.shape[:-2], past))
-        self.grouped, self.exponential = grouped, kernel == "exp"
-        self.D, self.d_v = k.shape[-1], v.shape[-1]
+        self.grouped, self.exponential = grouped, kernel in EXPONENTIAL
+        self.D, self.d_v = k.shape[-1] if D is None else D, v.shape[-1]
         if grouped:
             lead = (*torch.broadcast_shapes(q.shape[:-3], self.held[:-1]), q.shape[-3])
         else:
@@ -224,7 +240,7 @@ class _Call:
         else:
             self.bounds = [int(b) for b in cuts.tolist()]
 
-    def parts(self) -> Iterator[_Part]:
+    def parts(self) -> Iterator[Part]:
         for i, (a, b) in enumerate(zip(self.bounds, self.bounds[1:], strict=False)):
             rows = slice(a, b)
             keys = rows if self.packed else slice(None)
@@ -248,13 +264,15 @@ class _Call:
                     before.k_sum.unsqueeze(-2),
                     None if before.log_scale is None else before.log_scale.unsqueeze(-2),
                 )
-            yield _Part(i, rows, q[..., rows, :], k[..., keys, :], v[..., keys, :], mask, before)
+            yield Part(i, rows, q[..., rows, :], k[..., keys, :], v[..., keys, :], mask, before)
 
     def _zeros(self, batch: Shape) -> Sums:
+        """To be read alone: one zero for all sums."""
         like, dtype = self.q, wide(self.q.device)
+        zero = like.new_zeros((1,) * (len(batch) + 2), dtype=dtype)
         return Sums(
-            like.new_zeros((*batch, self.D, self.d_v), dtype=dtype),
-            like.new_zeros((*batch, self.D), dtype=dtype),
+            zero.expand(*batch, self.D, self.d_v),
+            zero[..., 0].expand(*batch, self.D),
             like.new_full((*batch, self.D), EMPTY, dtype=torch.int64) if self.exponential else None,
         )
 
@@ -263,16 +281,16 @@ class _Call:
         heads = self.held[-1]
         return x.unflatten(-3, (heads, x.shape[-3] // heads if heads else 1))
 
-    def rows_of(self, x: Tensor, part: _Part) -> Tensor:
+    def rows_of(self, x: Tensor, part: Part) -> Tensor:
         """The view of an array like q or out that is this part's."""
         x = x[..., part.rows, :]
         return self._split(x) if self.grouped else x
 
-    def keys_of(self, x: Tensor, part: _Part) -> Tensor:
+    def keys_of(self, x: Tensor, part: Part) -> Tensor:
         x = x[..., part.rows, :] if self.packed else x
         return x.unsqueeze(-3) if self.grouped else x
 
-    def sums_of(self, sums: Sums, part: _Part) -> Sums:
+    def sums_of(self, sums: Sums, part: Part) -> Sums:
         if self.packed:
             sums = sums.each(lambda x: x[part.sequence])
         if self.grouped:
@@ -319,7 +337,7 @@ def _in_units(sums: Sums, units: Tensor | None) -> Sums:
 
 
 def _forward(
-    part: _Part,
+    part: Part,
     kernel: str,
     eps: float,
     causal: bool,
@@ -331,19 +349,19 @@ def _forward(
     sums, done = part.before, []
 
     def put(rows: slice, num: Tensor, den: Tensor, power: Tensor | None) -> None:
-        result = _ratio(num, den, power, eps, normalize).to(part.q.dtype)
+        result = ratio(num, den, power, eps, normalize).to(part.q.dtype)
         if out is None:
             done.append(result)
         else:
             out[..., rows, :] = result
 
     if causal:
-        finite = _is_finite(part.v)
-        for rows in _chunks(part.q.shape[-2], CHUNK_EXP if kernel == "exp" else CHUNK):
+        finite = is_finite(part.v)
+        for rows in _chunks(part.q.shape[-2], CHUNK_EXP if kernel in EXPONENTIAL else CHUNK):
             w, keys, values = _chunk(part, kernel, rows)
             pairs = _Pairs(w, keys, sums)
             scores = pairs.scores()
-            num = pairs.w @ sums.kv + _weighed(scores, values, finite)
+            num = pairs.w @ sums.kv + weighed(scores, values, finite)
             den = _dot(pairs.w, sums.k_sum) + scores.sum(-1, keepdim=True)
             put(rows, num, den, pairs.power)
             sums = _added(sums, keys, values)
@@ -363,7 +381,7 @@ def _forward(
 
 
 def _backward(
-    part: _Part,
+    part: Part,
     grad_out: Tensor,
     out: Tensor,
     grad_after: Sums | None,
@@ -379,10 +397,10 @@ def _backward(
     before = part.before
     exact = before.kv.dtype
     lead = out.shape[:-2]
-    size = (CHUNK_EXP if kernel == "exp" else CHUNK) if causal else _block(part)
+    size = (CHUNK_EXP if kernel in EXPONENTIAL else CHUNK) if causal else _block(part)
     inverse = out.new_empty((*lead, out.shape[-2], 1), dtype=exact)  # 1 / den
     power = None  # that den is in units of
-    if kernel == "exp":
+    if kernel in EXPONENTIAL:
         power = out.new_zeros((*lead, out.shape[-2], 1), dtype=torch.int64)
 
     def upstream(rows: slice) -> tuple[Tensor, Tensor]:
@@ -424,7 +442,7 @@ def _backward(
             w, at = pairs.w, pairs.power
             take(rows, _dot(w, sums.k_sum) + scores.sum(-1, keepdim=True), at)
             dnum, dden = upstream(rows)
-            slopes = pairs.lower(dnum @ _finite(values).mT + dden)
+            slopes = pairs.lower(dnum @ finite_part(values).mT + dden)
             inside: Tensor | float = pairs.to_queries(slopes)
         else:
             queries = _features(part.q[..., rows, :], kernel)
@@ -563,7 +581,7 @@ class _Pairs:
         """From d/dscore to d/dphi(q), exp's by q itself."""
         if self.power is not None:
             return (self.each * slopes.unsqueeze(-1)).sum(-2)
-        return slopes @ _finite(self.keys.f)
+        return slopes @ finite_part(self.keys.f)
 
     def to_keys(self, slopes: Tensor) -> Tensor:
         if self.power is not None:
@@ -571,11 +589,11 @@ class _Pairs:
         return slopes.mT @ self.queries.f
 
 
-def _weighed(scores: Tensor, values: Tensor, finite: bool) -> Tensor:
+def weighed(scores: Tensor, values: Tensor, finite: bool) -> Tensor:
     """scores @ values; no value of a later row, times a score of 0, reaches an earlier one."""
     if finite:
         return scores @ values
-    total = scores @ _finite(values)
+    total = scores @ finite_part(values)
     dtype = values.dtype
     above, below = (scores > 0).to(dtype), (scores < 0).to(dtype)
     high, low = (values == torch.inf).to(dtype), (values == -torch.inf).to(dtype)
@@ -589,11 +607,11 @@ def _weighed(scores: Tensor, values: Tensor, finite: bool) -> Tensor:
     return torch.where(up + down + unknown > 0, special, total)
 
 
-def _finite(x: Tensor) -> Tensor:
+def finite_part(x: Tensor) -> Tensor:
     return torch.where(torch.isfinite(x), x, 0.0)
 
 
-def _is_finite(x: Tensor) -> bool:
+def is_finite(x: Tensor) -> bool:
     """Whether all numbers are; False where they can't be read."""
     if (
         x.device.type == "meta"
@@ -608,11 +626,11 @@ def _is_finite(x: Tensor) -> bool:
 # Rows in, rows out
 
 
-def _chunk(part: _Part, kernel: str, rows: slice) -> tuple[Rows, Rows, Tensor]:
+def _chunk(part: Part, kernel: str, rows: slice) -> tuple[Rows, Rows, Tensor]:
     return (_features(part.q[..., rows, :], kernel), *_keys(part, kernel, rows))
 
 
-def _keys(part: _Part, kernel: str, rows: slice) -> tuple[Rows, Tensor]:
+def _keys(part: Part, kernel: str, rows: slice) -> tuple[Rows, Tensor]:
     """phi of some keys and their values, 0 in masked rows.
 
     Replaced, not multiplied, and before the map: what stands in a masked row may be NaN, and its
@@ -634,8 +652,9 @@ def _features(x: Tensor, kernel: str) -> Rows:
     An elementwise map rounds once, so it is evaluated in the precision of x, at least float32.
     """
     dtype = wide(x.device)
-    if kernel == "exp":
-        return _mantissa(x.to(dtype))
+    if kernel in EXPONENTIAL:
+        f, n = _mantissa(x.to(dtype))
+        return Rows(f * signs(torch, x) if kernel == "signed_exp" else f, n)
     x = x if x.dtype == torch.float64 else x.to(torch.float32)
     return Rows(_maps.apply(kernel, x).to(dtype), None)
 
@@ -665,7 +684,7 @@ def _dot(w: Tensor, k_sum: Tensor) -> Tensor:
     return w @ k_sum.unsqueeze(-1)
 
 
-def _ratio(num: Tensor, den: Tensor, power: Tensor | None, eps: float, normalize: bool) -> Tensor:
+def ratio(num: Tensor, den: Tensor, power: Tensor | None, eps: float, normalize: bool) -> Tensor:
     """num / (den + eps), and 0 where that denominator is 0; both are in units of 2^power."""
     if not normalize:
         return num if power is None else _scaled(num, power)
@@ -725,7 +744,7 @@ def _chunks(n: int, size: int) -> Iterator[slice]:
         yield slice(a, min(a + size, n))
 
 
-def _block(part: _Part) -> int:
+def _block(part: Part) -> int:
     """Positions in a block, from the sizes alone."""
     batch = 1
     for d in torch.broadcast_shapes(part.q.shape[:-2], part.before.kv.shape[:-2]):

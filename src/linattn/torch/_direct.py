@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from ..backends import native
 
-__all__ = ["calm", "plain", "verb"]
+__all__ = ["calm", "mapped", "plain", "verb"]
 
 _is_autocast = torch.is_autocast_enabled
 _transforms = torch._C._are_functorch_transforms_active
@@ -25,6 +25,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_traced = torch._C._is_tracing
 _compiling = torch.compiler.is_compiling
 _strided = torch.strided
+_is_many = torch._C._functorch.is_legacy_batchedtensor  # is_grads_batched has a vmap of its own
 _taught: Any = None  # the extension that knows of torch
 
 
@@ -50,6 +51,11 @@ def plain(x: Any, grad: bool) -> bool:
         and x.layout is _strided
         and not x.is_neg()
     )
+
+
+def mapped(*grads: Tensor | None) -> bool:
+    """Whether gradients stand for many: under vmap, or of `grad(..., is_grads_batched=True)`."""
+    return _transforms() or any(x is not None and _is_many(x) for x in grads)
 
 
 def _learn() -> None:

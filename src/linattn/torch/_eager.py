@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..backends import native
-from . import _ops
+from . import _direct, _ops
 
 __all__ = ["attend"]
 
@@ -35,8 +35,9 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        again = torch.is_grad_enabled()  # the gradient is to be differentiated itself
-        backward = _ops.attend_backward if again else _ops.backward_cpu
+        # The operator where the gradient is to be differentiated itself, or one of many.
+        aside = torch.is_grad_enabled() or _direct.mapped(*grads)
+        backward = _ops.attend_backward if aside else _ops.backward_cpu
         grad_out, grad_kv, grad_k_sum, *_ = (*grads, None, None)
         five = _ops.gradients(ctx, grad_out, grad_kv, grad_k_sum, backward)
         return (*five, None, None, None)

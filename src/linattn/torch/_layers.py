@@ -364,7 +364,11 @@ class LinearAttention(nn.Module):
         """
         if self.feature_map_project is None:
             return self.feature_map
-        return replace(cast(FeatureMap, self.feature_map), project=self.feature_map_project)
+        found, project = cast(FeatureMap, self.feature_map), self.feature_map_project
+        if found.project_queries is not None:
+            queries = cast(Callable[[Tensor], Tensor], project.queries)
+            return replace(found, project=project, project_queries=queries)
+        return replace(found, project=project)
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         for name, x, width in (

@@ -21,20 +21,38 @@ class Layer(nn.Module):
         a class of `linattn.feature_maps` that takes `weight` and `bias`
     weight, bias:
         their values at the start
+    separate:
+        queries have a `query_weight` and a `query_bias` of their own, with these values too
     """
 
     def __init__(
-        self, family: type[Family], weight: Tensor, bias: Tensor | None, **given: object
+        self,
+        family: type[Family],
+        weight: Tensor,
+        bias: Tensor | None,
+        separate: bool = False,
+        **given: object,
     ) -> None:
         super().__init__()
         self.family, self.given = family, given
         self.weight = nn.Parameter(weight)
         self.bias = None if bias is None else nn.Parameter(bias)
+        self.query_weight = nn.Parameter(weight.clone()) if separate else None
+        self.query_bias = nn.Parameter(bias.clone()) if separate and bias is not None else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., n, d_k) -> (..., n, D), the argument of the kernel."""
+        return self._projected(x, self.weight, self.bias)
+
+    def queries(self, x: Tensor) -> Tensor:
+        """The same with what queries have of their own."""
+        if self.query_weight is None:
+            return self.forward(x)
+        return self._projected(x, self.query_weight, self.query_bias)
+
+    def _projected(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         make: Any = self.family  # each family has parameters of its own
-        projected: Tensor = make(weight=self.weight, bias=self.bias, **self.given).project(x)
+        projected: Tensor = make(weight=weight, bias=bias, **self.given).project(x)
         return projected
 
     def affine(self, d_k: int) -> Affine | None:
@@ -53,7 +71,9 @@ class Layer(nn.Module):
 def _map(family: type[Family], layer: Layer) -> FeatureMap:
     sizes = "x".join(map(str, layer.weight.shape))
     eps = 0.0 if family.kernel == "exp" else 1e-6
-    return FeatureMap(f"{family.label}, trained, {sizes}", family.kernel, layer, True, eps)
+    queries = None if layer.query_weight is None else layer.queries
+    name = f"{family.label}, trained, {sizes}"
+    return FeatureMap(name, family.kernel, layer, True, eps, queries)
 
 
 def hedgehog(
@@ -63,6 +83,7 @@ def hedgehog(
     heads: int | None = None,
     bias: bool = True,
     normalise: str | None = None,
+    separate: bool = False,
 ) -> FeatureMap:
     """`linattn.feature_maps.hedgehog` with W and b to be trained, W the identity at the start.
 
@@ -72,6 +93,8 @@ def hedgehog(
         None: one W for all heads; or as many of them
     normalise:
         None, "halves" or "joint"
+    separate:
+        W and b of their own for queries, as in the authors' code; they start as those of keys
 
     The map goes where a `FeatureMap` does, `LinearAttention` included; its parameters are those of
     ``map.project``, a module.
@@ -88,11 +111,16 @@ def hedgehog(
     rows = d_k if features is None else features
     weight = torch.eye(rows, d_k).expand(*_lead(heads), rows, d_k).clone()
     family = feature_maps.hedgehog
-    return _map(family, Layer(family, weight, _bias(bias, weight), normalise=normalise))
+    return _map(family, Layer(family, weight, _bias(bias, weight), separate, normalise=normalise))
 
 
 def t2r(
-    d_k: int, features: int | None = None, *, heads: int | None = None, bias: bool = True
+    d_k: int,
+    features: int | None = None,
+    *,
+    heads: int | None = None,
+    bias: bool = True,
+    separate: bool = False,
 ) -> FeatureMap:
     """`linattn.feature_maps.t2r` with W and b to be trained, at the start as `nn.Linear` has them.
 
@@ -106,7 +134,7 @@ def t2r(
     rows = d_k if features is None else features
     weight = torch.empty(*_lead(heads), rows, d_k).uniform_(-1, 1) / math.sqrt(d_k)
     family = feature_maps.t2r
-    return _map(family, Layer(family, weight, _bias(bias, weight)))
+    return _map(family, Layer(family, weight, _bias(bias, weight), separate))
 
 
 def performer_learned(
@@ -116,6 +144,7 @@ def performer_learned(
     heads: int | None = None,
     bias: bool = False,
     scale: float | None = None,
+    separate: bool = False,
 ) -> FeatureMap:
     """`linattn.feature_maps.performer_learned` to be trained, random features at the start.
 
@@ -129,7 +158,7 @@ def performer_learned(
     rows = d_k if features is None else features
     weight = torch.randn(*_lead(heads), rows, d_k)
     family = feature_maps.performer_learned
-    return _map(family, Layer(family, weight, _bias(bias, weight), scale=scale))
+    return _map(family, Layer(family, weight, _bias(bias, weight), separate, scale=scale))
 
 
 def _lead(heads: int | None) -> tuple[int, ...]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..feature_maps import EXPONENTIAL, signs
+
 __all__ = ["apply", "slope"]
 
 
@@ -24,6 +26,8 @@ def apply(kernel: str, x: Tensor) -> Tensor:
         return torch.relu(x) * torch.relu(x)
     if kernel == "exp":
         return torch.exp(x)
+    if kernel == "signed_exp":
+        return torch.exp(x) * signs(torch, x)
     if kernel == "softplus":
         return torch.logaddexp(x, torch.zeros_like(x))
     return torch.sigmoid(x)
@@ -39,7 +43,7 @@ def slope(kernel: str, x: Tensor, phi: Tensor) -> Tensor | float:
         return torch.where(x <= 0, 0.0, torch.where(x > 0, 1.0, x))  # NaN passes
     if kernel == "squared_relu":
         return 2 * torch.relu(x)
-    if kernel == "exp":
+    if kernel in EXPONENTIAL:
         return phi
     if kernel == "softplus":
         return torch.sigmoid(x)

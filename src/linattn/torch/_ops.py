@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import backends
+from .. import _check, backends
+from ..feature_maps import EXPONENTIAL
 from . import _arguments, _composite, _direct
 from ._composite import Sums
 
@@ -124,7 +125,7 @@ def _attend_fake(*args: Any) -> tuple[Tensor, ...]:
         held = (cuts.shape[0] - 1, *held)
     dtype = _composite.wide(q.device)
     D = k.shape[-1]
-    scale = q.new_empty((*held, D), dtype=torch.int32) if feature_map == "exp" else None
+    scale = q.new_empty((*held, D), dtype=torch.int32) if feature_map in EXPONENTIAL else None
     return _four(
         out,
         q.new_empty((*held, D, v.shape[-1]), dtype=dtype),
@@ -138,7 +139,7 @@ def _attend_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
     if not inputs[13]:  # return_state
         keep(ctx, inputs, out, (None, None, None))
     else:
-        keep(ctx, inputs, out, (kv, k_sum, log_scale if inputs[3] == "exp" else None))
+        keep(ctx, inputs, out, (kv, k_sum, log_scale if inputs[3] in EXPONENTIAL else None))
 
 
 def keep(ctx: Any, inputs: tuple[Any, ...], out: Tensor, after: Any) -> None:
@@ -306,6 +307,83 @@ def _backward_grad(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     return tuple(result)
 
 
+# Under vmap: one more batch axis in front, and one call for all
+
+
+class _Mapped:
+    """The arguments of an operator, each with the mapped axis, expanded where it had none."""
+
+    def __init__(self, info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> None:
+        self.size, self.in_dims, self.args = info.batch_size, in_dims, args
+
+    def __call__(self, i: int, rank: int = 0, at: int = 0) -> Tensor | None:
+        """Argument i with the axis at `at` and ones behind it, to a rank that was without it."""
+        x, axis = self.args[i], self.in_dims[i]
+        if x is None:
+            return None
+        ones = (None,) * (rank - x.ndim + (axis is not None))
+        if axis is None:
+            x = x.unsqueeze(at).expand(*x.shape[:at], self.size, *x.shape[at:])
+        else:
+            x = x.movedim(axis, at)
+        return x[(slice(None),) * (at + 1) + ones]
+
+    def sums(self, i: int, rank: int = 0, at: int = 0) -> Tensor | None:
+        """The same of a state or its gradient, which the core takes dense alone."""
+        x = self(i, rank, at)
+        return None if x is None else x.contiguous()
+
+    def rank(self, i: int) -> int:
+        """Of argument i, as it is without the mapped axis."""
+        x = self.args[i]
+        return 0 if x is None else x.ndim - (self.in_dims[i] is not None)
+
+    def mask(self, i: int, rank: int) -> Tensor | None:
+        """One for all keys (n,), or of k's rank less one."""
+        return self.args[i] if self.in_dims[i] is None and self.rank(i) < 2 else self(i, rank)
+
+    def cuts(self, i: int) -> Tensor | None:
+        if self.in_dims[i] is not None:
+            raise _check.mapped_cuts()
+        return self.args[i]
+
+
+def _attend_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, ...]:
+    mapped = _Mapped(info, in_dims, args)
+    cuts = mapped.cuts(7)
+    at = 0 if cuts is None else 1  # packed states begin with the axis of sequences
+    held = max(mapped.rank(1), mapped.rank(2), mapped.rank(10) - at)
+    rank = max(mapped.rank(0), held)
+    out, kv, k_sum, log_scale = attend(
+        *(mapped(i, rank) for i in range(3)), *args[3:6], mapped.mask(6, rank - 1), cuts,
+        *args[8:10], *(mapped.sums(10 + i, rank + at - min(i, 1), at) for i in range(3)),
+        *args[13:],
+    )  # fmt: skip
+    if not args[13]:  # return_state
+        return (out, kv, k_sum, log_scale), (0, None, None, None)
+    extra = tuple(range(at + 1, at + 1 + rank - held))  # ones that queries alone asked for
+    scaled = args[3] in EXPONENTIAL
+    kv, k_sum = kv.squeeze(extra), k_sum.squeeze(extra)
+    log_scale = log_scale.squeeze(extra) if scaled else log_scale
+    return (out, kv, k_sum, log_scale), (0, at, at, at if scaled else None)
+
+
+def _backward_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, ...]:
+    mapped = _Mapped(info, in_dims, args)
+    cuts = mapped.cuts(11)
+    at = 0 if cuts is None else 1
+
+    def sums(i: int) -> Tensor | None:
+        return mapped.sums(i, at=at)
+
+    five = attend_backward(
+        mapped(0), sums(1), sums(2), *map(mapped, range(3, 7)), *args[7:10],
+        mapped.mask(10, mapped.rank(4) - 1), cuts, *args[12:14], *map(sums, range(14, 20)),
+    )  # fmt: skip
+    dims = (at, at) if args[14] is not None else (None, None)
+    return five, (0, 0, 0, *dims)
+
+
 # In place
 
 
@@ -383,6 +461,8 @@ def _register() -> None:
     torch.library.register_autograd(
         "linattn::attend_backward", _backward_grad, setup_context=_backward_setup, lib=_library
     )
+    torch.library.register_vmap("linattn::attend", _attend_vmap, lib=_library)
+    torch.library.register_vmap("linattn::attend_backward", _backward_vmap, lib=_library)
 
 
 _register()

@@ -3,10 +3,13 @@
 - eager: gradients without torch's dispatcher, see `_eager`
 - operator: `torch.ops.linattn.attend`, which torch differentiates, compiles and exports
 - composite: torch operations, for the transforms of torch.func and forward-mode derivatives
+
+A map with a closed form has one of its own, see `_closed`, and is expanded for these.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,11 +17,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import _check
-from ..feature_maps import FeatureMap
+from ..feature_maps import EXPONENTIAL, FeatureMap
 from . import _arguments, _composite, _direct, _eager, _ops
 from ._composite import Sums
 
-__all__ = ["attend", "into", "mapped", "transformed"]
+__all__ = ["attend", "expanded", "into", "mapped", "transformed"]
 
 
 def attend(
@@ -51,7 +54,24 @@ def attend(
     )  # fmt: skip
     if not return_state:
         return out, None
-    return out, Sums(after[0], after[1], after[2] if kernel == "exp" else None)
+    return out, Sums(after[0], after[1], after[2] if kernel in EXPONENTIAL else None)
+
+
+def expanded(
+    found: FeatureMap, q: Tensor, k: Tensor, v: Tensor, eps: float, causal: bool,
+    mask: Tensor | None, cuts: Tensor | None, enable_gqa: bool, normalize: bool,
+    sums: Sums | None, return_state: bool, order: str,
+) -> tuple[Tensor, Sums | None]:  # fmt: skip
+    """`attend` with what of the map is no kernel applied to all of q and k before."""
+    k, v = mapped(found, "k", k, v, None if sums is None else sums.kv.shape[-2])
+    q, v = mapped(found, "q", q, v, k.shape[-1])
+    if found.project is not None:  # a map may round less, or more, than what it is given
+        wide = _arguments.promoted(_arguments.promoted(q.dtype, k.dtype), v.dtype)
+        q, k, v = q.to(wide), k.to(wide), v.to(wide)
+    return attend(
+        q, k, v, found.kernel, eps, causal, mask, cuts, enable_gqa, normalize, sums,
+        return_state, order,
+    )  # fmt: skip
 
 
 def transformed() -> bool:
@@ -63,17 +83,27 @@ def mapped(
     found: FeatureMap, name: str, x: Tensor, v: Tensor, D: int | None
 ) -> tuple[Tensor, Tensor]:
     """What of the map is no kernel, applied."""
-    if found.project is None:
+    project = found.projection(name)
+    if project is None:
         if D is not None:
             _check.width(tuple(x.shape), D)
         return x, v
-    made = found.project(x)
+    if torch.compiler.is_compiling() and (found.closed_form or getattr(found, "random", False)):
+        made = _untraced(project, x)
+    else:
+        made = project(x)
     if not isinstance(made, Tensor):
         raise _check.unfit(f"feature_map({name})", made, "a torch.Tensor back", None)
     _arguments.dtype(f"feature_map({name})", made.dtype)
     _check.rows(f"feature_map({name})", tuple(made.shape))
     _check.feature_shape(name, tuple(made.shape), tuple(x.shape), D)
     return made, v
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _untraced(project: Callable[[Any], Any], x: Tensor) -> Any:
+    """For maps whose constants NumPy makes, which torch.compile can't follow."""
+    return project(x)
 
 
 def into(out: Any, answer: Tensor, full: tuple[int, ...]) -> Tensor:
