@@ -192,6 +192,38 @@ def test_beyond_the_range_of_float32(name: str, causal: bool) -> None:
             torch.testing.assert_close(a.double() / scale, b / scale, rtol=1e-4, atol=1e-5)
 
 
+@every_map
+def test_states(name: str) -> None:
+    """Made and changed in blocks, alone and with a gradient; broadcast keys, masks."""
+    found = MAPS[name]
+    q, k, v = normal(1, 2, 3, 9, 3), normal(2, 3, 300, 3), normal(3, 2, 1, 300, 5)
+    mask = normal(4, 300) > -0.5
+    for m in (None, mask):
+        own = None if m is None else m.numpy()
+        right = State.of(array(k).astype(float), array(v).astype(float), found, key_mask=own)
+        size = State.of(array(k).astype(float), np.abs(array(v)).astype(float), found, key_mask=own)
+        scale = np.abs(size.kv).max()
+        state = State.of(k, v, found, key_mask=m)
+        assert state.batch_shape == right.batch_shape == (2, 3)
+        np.testing.assert_allclose(state.kv.numpy(), right.kv, rtol=1e-5, atol=1e-6 * scale)
+        parts = State.zeros((2, 3), state.D, 5, found, torch.float32)
+        for a, b in ((0, 37), (37, 300)):
+            part = None if m is None else m[a:b]
+            assert parts.absorb(k[..., a:b, :], v[..., a:b, :], part) is parts
+        np.testing.assert_allclose(parts.kv.numpy(), right.kv, rtol=1e-5, atol=1e-6 * scale)
+        np.testing.assert_allclose(parts.k_sum.numpy(), right.k_sum, rtol=1e-5, atol=1e-6 * scale)
+        torch.testing.assert_close(
+            state.query(q), linear_attention(q, k, v, found, key_mask=m), rtol=1e-4, atol=1e-4
+        )
+    k.requires_grad_()
+    State.of(k, v, found).query(q).sum().backward()
+    assert k.grad is not None
+    with pytest.raises(RuntimeError, match="absorb"):
+        parts.absorb(k, v)
+    with pytest.raises(ValueError, match=f"D = {state.D}"):
+        parts.absorb(k.detach()[..., :2], v)
+
+
 def test_out_and_inputs() -> None:
     found = feature_maps.taylor()
     q, k, v = inputs(9, (2,), 300, 5, 7, torch.float16)
@@ -227,13 +259,14 @@ def test_gradcheck(name: str, causal: bool, order: str, blocks: None) -> None:
 
 @both_forms
 def test_gradcheck_of_options(causal: bool, blocks: None) -> None:
-    x = inputs(2, (), 7, 3, 2, torch.float64, grad=True)
+    x = inputs(2, (), 7, 2, 1, torch.float64, grad=True)
     mask = torch.tensor([False, True, True, False, True, True, False])
     cuts = torch.tensor([0, 2, 2, 7])
-    for options in ({"key_mask": mask}, {"cu_seqlens": cuts}, {"normalize": False}):
+    for i, options in enumerate(({"key_mask": mask}, {"cu_seqlens": cuts}, {"normalize": False})):
         f = partial(linear_attention, feature_map="taylor", causal=causal, **options)
-        check(f, x)
-        check(lambda *x, f=f: f(*x, return_state=True)[0], x)
+        check(f if i % 2 else lambda *x, f=f: f(*x, return_state=True)[0], x)
+    both = {"key_mask": mask, "normalize": False}
+    check(partial(linear_attention, feature_map="taylor", causal=causal, **both), x)
 
 
 @both_forms
@@ -419,6 +452,12 @@ def test_memory_stays_far_below_the_features(options: dict[str, Any]) -> None:
     g = torch.ones_like(out)
     backwards = peak(lambda: torch.autograd.grad(out, x, g))
     assert backwards < 0.5 * features
+
+
+def test_memory_of_a_state() -> None:
+    found, n, d = feature_maps.taylor(), 4096, 64
+    _, k, v = inputs(1, (), n, d, d)
+    assert peak(lambda: State.of(k, v, found)) < 0.25 * n * found.width(d) * 4
 
 
 def test_memory_that_a_gradient_holds() -> None:

@@ -86,8 +86,8 @@ def test_gradcheck_of_broadcast_and_grouped_heads(name: str, causal: bool, road:
 @both_forms
 def test_gradcheck_through_states(name: str, causal: bool, road: str) -> None:
     """Through `state=` and the returned state, with a gradient for either alone too."""
-    x = inputs(3, (2,), 5, 3, 2, torch.float64, grad=True)
-    y = inputs(4, (2,), 6, 3, 2, torch.float64, grad=True)
+    x = inputs(3, (), 5, 3, 2, torch.float64, grad=True)
+    y = inputs(4, (), 7, 3, 2, torch.float64, grad=True)
 
     def whole(*x: Any) -> Any:
         first, state = linear_attention(*x[:3], name, causal=causal, return_state=True)

@@ -32,7 +32,7 @@ from ..feature_maps import FeatureMap
 from . import _arguments, _roads
 from ._composite import Call, Part, Sums, finite_part, is_finite, ratio, weighed, wide
 
-__all__ = ["attend", "serves"]
+__all__ = ["Options", "absorbed", "attend", "serves"]
 
 At = tuple[slice, ...]  # which elements of the leading axes
 Targets = tuple[Tensor, ...]  # dq, dk, dv
@@ -96,6 +96,16 @@ def attend(
         return (made[0], Sums(made[1], made[2], None)) if options.return_state else (made, None)
     out, _, after = _attended(q, k, v, key_mask, cuts, sums, options, False)
     return out, after
+
+
+def absorbed(
+    found: FeatureMap, k: Tensor, v: Tensor, key_mask: Tensor | None, sums: Sums | None
+) -> Sums:
+    """The state after some more keys."""
+    none = k.new_empty((*k.shape[:-2], 0, k.shape[-1]))
+    options = Options(found, 0.0, False, False, True, True, "linear")
+    made: tuple[Tensor, Sums] = attend(none, k, v, options, key_mask, None, sums)
+    return made[1]
 
 
 def _expanded(

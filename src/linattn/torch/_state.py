@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import State, _check, feature_maps
 from ..backends import native
-from . import _arguments, _composite, _direct, _ops
+from . import _arguments, _closed, _composite, _direct, _ops
 from ._composite import EMPTY, Sums
 from ._roads import attend, into, mapped, transformed
 
@@ -56,6 +56,8 @@ class TensorState(State):
         batch = _check.key_shapes(tuple(k.shape), tuple(v.shape), None)
         mask = _arguments.mask(key_mask, k)
         kind = k.dtype
+        if _closed.serves(found, k, v):
+            return cls(*_closed.absorbed(found, k, v, mask, None), found, kind)
         D = found.width(k.shape[-1])
         if found.project is not None and D is not None and not _needs_gradient(k, v):
             state = cls(*_zeros(batch, D, v.shape[-1], found.exponential, k.device), found, kind)
@@ -126,6 +128,8 @@ class TensorState(State):
         _arguments.fit(k, self)
         _check.key_shapes(tuple(k.shape), tuple(v.shape), self._shape)
         mask = _arguments.mask(key_mask, k)
+        if _closed.serves(self.feature_map, k, v, self.kv):
+            return self._absorb_in_blocks(k, v, mask)
         k, v = mapped(self.feature_map, "k", k, v, self.D)
         k, v = _alike(k, v)
         if _needs_gradient(k, v, self.kv, self.k_sum):
@@ -135,6 +139,17 @@ class TensorState(State):
         else:
             _ops.absorb_(*self._sums, k, v, self._kernel, mask)
             self._changed()
+        return self
+
+    def _absorb_in_blocks(self, k: Tensor, v: Tensor, mask: Tensor | None) -> TensorState:
+        D = self.feature_map.width(k.shape[-1])
+        assert D is not None
+        _check.width((k.shape[-2], D), self.D)
+        if _needs_gradient(k, v, self.kv, self.k_sum):
+            raise _check.needs_gradient("absorb", _INSTEAD)
+        after = _closed.absorbed(self.feature_map, k, v, mask, self._sums)
+        self.kv.copy_(after.kv)
+        self.k_sum.copy_(after.k_sum)
         return self
 
     def step(
