@@ -21,6 +21,7 @@ NAMES = (
     "causal",
     "short",
     "orders",
+    "projections",
     "decode",
     "memory",
     "growth",

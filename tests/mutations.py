@@ -66,7 +66,50 @@ def torch(file: str, *names: str) -> tuple[str, ...]:
     return tuple(f"tests/torch/test_{file}.py::test_{name}" for name in names)
 
 
+PROJECTED = ("tests/test_fused.py::test_equals_the_array_road",)
+
 MUTANTS = [
+    # -- projections ------------------------------------------------------------------------------
+    Mutant(
+        "a projection forgets its bias",
+        "law 1",
+        "native/projection.h",
+        "load(row + c) + load(bias + c)",
+        "load(row + c)",
+        PROJECTED,
+    ),
+    Mutant(
+        "a projection's second half goes up where it ought to go down",
+        "law 1",
+        "native/projection.h",
+        "-load(row + c) - down",
+        "-load(row + c) + down",
+        PROJECTED,
+    ),
+    Mutant(
+        "a projection's |x|^2 leaves out what is no whole vector",
+        "law 1, fault 10",
+        "native/projection.h",
+        "  if (c < count) {\n    const Vec<T> rest",
+        "  if (c > count) {\n    const Vec<T> rest",
+        PROJECTED,
+    ),
+    Mutant(
+        "rows are projected where they lie, whatever they are",
+        "law 10",
+        "native/projection.h",
+        "rows_of<T>(layer.dtype, view, begin, rows, w.x, false, input, w.x_row)",
+        "Rows<T>{reinterpret_cast<const T*>(view.data + begin * view.row), view.row / int64_t(sizeof(T))}",
+        PROJECTED,
+    ),
+    Mutant(
+        "queries with weights of their own are projected as keys are",
+        "law 1",
+        "src/linattn/backends/native.py",
+        " or found.project_queries is not None:",
+        ":",
+        ("tests/test_fused.py::test_weights_of_queries_take_the_array_road",),
+    ),
     # -- kernels ----------------------------------------------------------------------------------
     Mutant(
         "products leave out the last of an odd number of features",

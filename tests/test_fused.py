@@ -130,3 +130,13 @@ def test_weights_by_head_take_the_array_road():
     np.testing.assert_allclose(
         out[0], linear_attention(q[0], k[0], v[0], feature_maps.t2r(W)), rtol=1e-5
     )
+
+
+def test_weights_of_queries_take_the_array_road():
+    q, k, v = rows()
+    found = feature_maps.t2r(W, B, query_weight=-W, query_bias=B)
+    out = linear_attention(q, k, v, found, order="linear")
+    by_hand = (np.maximum(x @ w.T + B, 0) for x, w in ((q, -W), (k, W)))
+    np.testing.assert_allclose(
+        out, linear_attention(*by_hand, v.astype(float), "identity", 1e-6), rtol=1e-4, atol=1e-5
+    )

@@ -1,0 +1,106 @@
+"""What does it bring that the core makes a map's projection itself, a block of rows at a time?
+
+The other road makes an array of features, or of exponents, in NumPy first, and the core reads that.
+Both sides are the same public call. Maps whose projection the core can't make show what part of a
+call theirs takes.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from _common import D, Options, Report, Side, median, qkv, race, ratios, run
+from _common import seconds as written
+
+from linattn import State, feature_maps, linear_attention
+from linattn.backends import native
+
+WEIGHT = np.random.default_rng(5).standard_normal((64, D)).astype(np.float32) / 8
+INSIDE: dict[str, Any] = {
+    "favor(features=64)": feature_maps.favor(64),
+    "favor": feature_maps.favor(),
+    "favor, hyperbolic": feature_maps.favor(kind="hyperbolic"),
+    "relu_random": feature_maps.relu_random(),
+    "hedgehog": feature_maps.hedgehog(WEIGHT),
+    "t2r": feature_maps.t2r(WEIGHT),
+    "performer_learned": feature_maps.performer_learned(WEIGHT),
+}
+BEFORE: dict[str, Any] = {
+    "softmax": feature_maps.softmax(),
+    "rfa": feature_maps.rfa(),
+    "performer_relu": feature_maps.performer_relu(),
+    "dpfp(nu=3)": feature_maps.dpfp(3),
+    "hedgehog, halves": feature_maps.hedgehog(WEIGHT, normalise="halves"),
+    "polynomial_sketch": feature_maps.polynomial_sketch(),
+}
+
+
+def arrays_first(call: Side) -> Side:
+    """The same call as if the core made no projection."""
+
+    def side() -> object:
+        fused = native.fused
+        native.fused = lambda found, x: found.kernel if found.project is None else None
+        try:
+            return call()
+        finally:
+            native.fused = fused
+
+    return side
+
+
+def compare(report: Report, o: Options, label: str, call: Side, **about: Any) -> None:
+    times = race({"inside": call, "arrays": arrays_first(call)}, o)
+    inside, arrays = (median(times[side]) for side in ("inside", "arrays"))
+    report.row(
+        f"{label}: faster than with arrays", ratios(times["arrays"], times["inside"]), "x", None,
+        f"{written(inside)}, with arrays {written(arrays)}", **about,
+    )  # fmt: skip
+
+
+def calls(report: Report, o: Options) -> None:
+    sizes = ((1, 64), (2, 64)) if o.quick else ((1, 1024), (1, 8192), (8, 4096))
+    for heads, n in sizes:
+        report.heading(f"{heads} head{'s' * (heads > 1)} x {n:,}, float32, d = {D}")
+        q, k, v = qkv(heads, n, D)
+        for name, found in INSIDE.items():
+            for causal in (False, True):
+                call = functools.partial(
+                    linear_attention, q, k, v, found, causal=causal, order="linear"
+                )
+                form = "causal" if causal else "full"
+                label = f"{name}, {form}, {heads} x {n:,}"
+                compare(report, o, label, call, map=name, n=n, heads=heads, form=form)
+
+
+def steps(report: Report, o: Options) -> None:
+    report.heading(f"one step of decoding, 8 heads, d = {D}")
+    q, k, v = qkv(8, 1, D)
+    for name, found in INSIDE.items():
+        state = State.zeros(8, found.width(D), D, found)
+        compare(report, o, f"{name}, step", functools.partial(state.step, q, k, v), map=name)
+
+
+def others(report: Report, o: Options) -> None:
+    heads, n = 1, 64 if o.quick else 8192
+    report.heading(f"maps whose features are arrays, {heads} head x {n:,}: part of a call")
+    q, k, v = qkv(heads, n, D)
+    for name, found in {**BEFORE, "cosformer": feature_maps.cosformer(n).at(range(n))}.items():
+        times = race(
+            {
+                "call": functools.partial(linear_attention, q, k, v, found, order="linear"),
+                "project": lambda found=found: (found.project(q), found.project(k)),
+            },
+            o,
+        )
+        whole, part = median(times["call"]), median(times["project"])
+        report.row(
+            f"{name}: projections / call", ratios(times["project"], times["call"]), "", None,
+            f"call {written(whole)}, projections {written(part)}", map=name, n=n, heads=heads,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    run("projections", __doc__, calls, steps, others)
