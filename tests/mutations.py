@@ -99,7 +99,7 @@ MUTANTS = [
         "law 10",
         "native/projection.h",
         "rows_of<T>(layer.dtype, view, begin, rows, w.x, false, input, w.x_row)",
-        "Rows<T>{reinterpret_cast<const T*>(view.data + begin * view.row), view.row / int64_t(sizeof(T))}",
+        "Rows<T>{reinterpret_cast<const T*>(view.data + begin * view.row), view.row / 4}",
         PROJECTED,
     ),
     Mutant(

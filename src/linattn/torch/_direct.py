@@ -24,7 +24,6 @@ _function_modes = torch._C._len_torch_function_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_traced = torch._C._is_tracing
 _compiling = torch.compiler.is_compiling
-_strided = torch.strided
 _is_many = torch._C._functorch.is_legacy_batchedtensor  # is_grads_batched has a vmap of its own
 _taught: Any = None  # the extension that knows of torch
 
@@ -43,14 +42,11 @@ def calm() -> bool:
 
 
 def plain(x: Any, grad: bool) -> bool:
-    """Whether a tensor is its memory and no more; grad: whether gradients are recorded."""
-    return (
-        type(x) is Tensor
-        and not (grad and x.requires_grad)
-        and x.is_cpu
-        and x.layout is _strided
-        and not x.is_neg()
-    )
+    """Whether a tensor is its memory and no more; grad: whether gradients are recorded.
+
+    That the memory is this machine's and has strides is for the core to see, which declines others.
+    """
+    return type(x) is Tensor and not (grad and x.requires_grad) and not x.is_neg()
 
 
 def mapped(*grads: Tensor | None) -> bool:

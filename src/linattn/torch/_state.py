@@ -354,11 +354,13 @@ class TensorState(State):
         if not _calm():
             return False
         grad = torch.is_grad_enabled()
+        for x in more:
+            if x is not None and not _plain(x, grad):
+                return False
         return (
-            self._plain(grad)
-            and _plain(first, grad)
+            _plain(first, grad)
             and first.dtype is self.dtype
-            and all(x is None or _plain(x, grad) for x in more)
+            and not (grad and (self.kv.requires_grad or self.k_sum.requires_grad))
             and (eps is None or (type(eps) is float and 0.0 <= eps < _INFINITY))
             and (out is None or (_plain(out, grad) and not out.requires_grad))
         )
