@@ -226,7 +226,7 @@ NB_MODULE(_native, m) {
   m.def("projection", projection, nb::arg("weight"), nb::arg("bias").none(), nb::arg("square"), nb::arg("shift"),
         nb::arg("mirrored"),
         "What a map does before its kernel, y = +-(x weight + bias) - square |x|^2 - shift, as an object: the verbs "
-        "take (kernel, projection) for a kernel's name.");
+        "take (kernel, projection) for a kernel's name. weight: (inputs, columns), or one for each head.");
   m.def("attend", attend, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("feature_map"), nb::arg("eps"),
         nb::arg("causal"), nb::arg("key_mask").none(), nb::arg("cu_seqlens").none(), nb::arg("enable_gqa"),
         nb::arg("normalize"), nb::arg("state").none(), nb::arg("return_state"), nb::arg("order"), nb::arg("out").none(),

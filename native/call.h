@@ -134,6 +134,7 @@ struct Call {
   Array q, k, v, mask, cu, out;
   StateArrays before;
   bool has_q = false, has_k = false, has_state = false, grouped = false;
+  int64_t projection_heads = 1;
   std::vector<int64_t> sequence_starts;
   npy_intp out_dims[kMaxAxes + 2];
   int out_nd = 0;
@@ -152,7 +153,8 @@ struct Call {
       name = PyTuple_GetItem(feature_map.ptr(), 0);
       const Projected* projected = Projected::of(PyTuple_GetItem(feature_map.ptr(), 1));
       if (!projected) return false;
-      layer.projection = &projected->get();
+      layer.projection = projected->first();
+      projection_heads = projected->heads();
     }
     return map_of(name, layer.map) && eps >= 0;
   }
@@ -295,12 +297,20 @@ struct Call {
       axis.mask = mask_batch.step(i, all);
       axis.state = state_batch.step(i, all);
       axis.out = 0;
+      axis.head = 0;
       const bool group_axis = grouped && i == all - 1;
       if (group_axis && has_q)
         out_dims[out_nd - 1] *= size;
       else if (!group_axis)
         out_dims[out_nd++] = size;
       if (i >= all - key_all && !group_axis) state_dims[state_nd++] = key_size;
+    }
+    if (projection_heads > 1) {  // every head of q and k has its own
+      const int head = all - 1;
+      if (grouped || all < 1 || (has_q && q_batch.dim(head, all) != projection_heads) ||
+          (has_k && k_batch.dim(head, all) != projection_heads))
+        return false;
+      problem.axes[head].head = 1;
     }
     state_dims[state_nd++] = problem.layer.features;
     state_dims[state_nd++] = problem.layer.d_v;

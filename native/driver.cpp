@@ -121,7 +121,7 @@ class Run : public Units {
     const Place at = place_of(unit, 0);
     const StateRef state = result_or(unit, mine.state);
     start(state, at.before);
-    kernels_.absorb(p_.layer, state, at.k, at.v, at.mask, 0, keys_of(unit), mine.scratch);
+    kernels_.absorb(layer_of(at), state, at.k, at.v, at.mask, 0, keys_of(unit), mine.scratch);
     query_all(unit, state, mine);
   }
 
@@ -131,7 +131,7 @@ class Run : public Units {
     kernels_.prepare(p_.layer, state, mine.prepared);
     for (int64_t g = 0; g < groups_; ++g) {
       const Place here = place_of(unit, g);
-      note(kernels_.query(p_.layer, mine.prepared, here.q, here.out, 0, queries_of(unit), mine.scratch));
+      note(kernels_.query(layer_of(here), mine.prepared, here.q, here.out, 0, queries_of(unit), mine.scratch));
     }
   }
 
@@ -140,7 +140,7 @@ class Run : public Units {
     const Place at = place_of(unit, 0);
     const StateRef state = state_at(p_.after, unit);
     start(state, at.before);
-    kernels_.absorb(p_.layer, state, at.k, at.v, at.mask, 0, keys_of(unit), mine.scratch);
+    kernels_.absorb(layer_of(at), state, at.k, at.v, at.mask, 0, keys_of(unit), mine.scratch);
   }
 
   void absorb_range(int64_t unit, int64_t piece, StateRef into) {
@@ -148,7 +148,7 @@ class Run : public Units {
     const Place at = place_of(unit, 0);
     const Range rows = piece_of(keys_of(unit), pieces_, piece);
     clear(into);
-    kernels_.absorb(p_.layer, into, at.k, at.v, at.mask, rows.begin, rows.end, mine.scratch);
+    kernels_.absorb(layer_of(at), into, at.k, at.v, at.mask, rows.begin, rows.end, mine.scratch);
   }
 
   void partial_sums(int64_t index) {
@@ -189,7 +189,7 @@ class Run : public Units {
     const Range rows = piece_of(queries_of(unit), query_pieces_, piece);
     const Own mine = own();
     const Place at = place_of(unit, group);
-    note(kernels_.query(p_.layer, prepared(unit), at.q, at.out, rows.begin, rows.end, mine.scratch));
+    note(kernels_.query(layer_of(at), prepared(unit), at.q, at.out, rows.begin, rows.end, mine.scratch));
   }
 
   void quadratic_piece(int64_t index) {
@@ -224,9 +224,9 @@ class Run : public Units {
     const bool from_start = rows.begin == 0 && !p_.before.kv;
     const Heads heads{q, out, groups_, at.k, at.v, at.mask, from_start, !p_.after.kv};
     if (p_.form == Form::step)
-      kernels_.step(p_.layer, state, heads, mine.scratch);
+      kernels_.step(layer_of(at), state, heads, mine.scratch);
     else
-      note(kernels_.causal(p_.layer, state, heads, rows.begin, rows.end, mine.prepared, mine.scratch));
+      note(kernels_.causal(layer_of(at), state, heads, rows.begin, rows.end, mine.prepared, mine.scratch));
   }
 
   void whole_causal(int64_t unit) {

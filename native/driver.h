@@ -16,6 +16,7 @@ struct Axis {
   bool keys;
   int64_t q, k, v, mask, out, state;
   int64_t grad_out, dq, dk, dv;  // of gradients alone
+  int64_t head = 0;              // from one projection to the next, where heads have their own
 };
 
 enum class Form : uint8_t { parallel, causal, quadratic, absorb, query, step };

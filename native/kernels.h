@@ -59,7 +59,8 @@ struct Layer {
   // A second pass, in double with every row of phi(q) scaled to about 1, over what left the range of the first: it
   // writes those rows only that hold something not finite.
   bool repair = false;
-  // nullptr: q and k go to the map as they are. The quadratic order and gradients take no other.
+  // nullptr: q and k go to the map as they are. The quadratic order and gradients take no other. Where heads have
+  // their own, the first of them.
   const Projection* projection = nullptr;
 };
 

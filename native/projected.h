@@ -10,37 +10,41 @@ namespace linattn {
 
 class Projected {
  public:
-  // weight: (inputs, columns), bias: (columns) or None, float64 and contiguous.
+  // weight: (inputs, columns), bias: (columns) or None; both may have an axis of heads before. float64, contiguous.
   Projected(nb::handle weight, nb::handle bias, double square, double shift, bool mirrored) {
     Array w, b;
-    if (!w.take(weight) || w.is_tensor || w.kind != Kind::float64 || w.nd != 2 || !w.dense() || w.dims[0] < 1 ||
-        w.dims[1] < 1)
-      throw nb::type_error("weight: expected a contiguous float64 array (inputs, columns)");
+    if (!numbers(w, weight) || (w.nd != 2 && w.nd != 3) || w.dims[0] < 1 || w.dim(2) < 1 || w.dim(1) < 1)
+      throw nb::type_error("weight: expected a contiguous float64 array (inputs, columns) or (heads, inputs, columns)");
+    const int64_t heads = w.nd == 3 ? w.dims[0] : 1, inputs = w.dim(2), columns = w.dim(1);
     if (!bias.is_none() &&
-        (!b.take(bias) || b.is_tensor || b.kind != Kind::float64 || b.nd != 1 || !b.dense() || b.dims[0] != w.dims[1]))
-      throw nb::type_error("bias: expected a contiguous float64 array (columns,) or None");
-    const int64_t inputs = w.dims[0], columns = w.dims[1];
+        (!numbers(b, bias) || b.nd != w.nd - 1 || b.dim(1) != columns || (b.nd == 2 && b.dims[0] != heads)))
+      throw nb::type_error(
+          "bias: expected a contiguous float64 array (columns,) or (heads, columns) as weight has, or "
+          "None");
     const int64_t row = (columns + kWidestVector - 1) / kWidestVector * kWidestVector;
-    const size_t count = static_cast<size_t>((inputs + 1) * row);
-    float_.assign(count + kLine / sizeof(float), 0);
-    double_.assign(count + kLine / sizeof(double), 0);
+    const int64_t each = (inputs + 1) * row;
+    float_.assign(static_cast<size_t>(heads * each) + kLine / sizeof(float), 0);
+    double_.assign(static_cast<size_t>(heads * each) + kLine / sizeof(double), 0);
     float* narrow = on_a_line(float_.data());
     double* wide = on_a_line(double_.data());
     const double* from = reinterpret_cast<const double*>(w.data);
     const double* added = reinterpret_cast<const double*>(b.data);
-    for (int64_t i = 0; i <= inputs; ++i)
-      for (int64_t c = 0; c < columns; ++c) {
-        const double x = i < inputs ? from[i * columns + c] : added ? added[c] : 0;
-        wide[i * row + c] = x;
-        narrow[i * row + c] = static_cast<float>(x);
-      }
-    projection_ = {
-        inputs, columns, mirrored, square, shift, row, narrow, narrow + inputs * row, wide, wide + inputs * row};
+    for (int64_t h = 0; h < heads; ++h, narrow += each, wide += each, from += inputs * columns) {
+      for (int64_t i = 0; i <= inputs; ++i)
+        for (int64_t c = 0; c < columns; ++c) {
+          const double x = i < inputs ? from[i * columns + c] : added ? added[h * columns + c] : 0;
+          wide[i * row + c] = x;
+          narrow[i * row + c] = static_cast<float>(x);
+        }
+      projections_.push_back(
+          {inputs, columns, mirrored, square, shift, row, narrow, narrow + inputs * row, wide, wide + inputs * row});
+    }
   }
   Projected(const Projected&) = delete;
   Projected& operator=(const Projected&) = delete;
 
-  const Projection& get() const { return projection_; }
+  const Projection* first() const { return projections_.data(); }
+  int64_t heads() const { return static_cast<int64_t>(projections_.size()); }
 
   // A capsule, which owns it. A class of nanobind would be one for the whole process, and a second copy of the
   // extension in it, as tests load them, could not have its own.
@@ -61,6 +65,10 @@ class Projected {
   static constexpr int64_t kWidestVector = 16;  // of all instruction sets
   static constexpr size_t kLine = 64;
 
+  static bool numbers(Array& a, nb::handle from) {
+    return a.take(from) && !a.is_tensor && a.kind == Kind::float64 && a.dense();
+  }
+
   template <class E>
   static E* on_a_line(E* p) {
     return p + (kLine - reinterpret_cast<uintptr_t>(p) % kLine) % kLine / sizeof(E);
@@ -68,7 +76,7 @@ class Projected {
 
   std::vector<float> float_;
   std::vector<double> double_;
-  Projection projection_;
+  std::vector<Projection> projections_;  // one a head, or one for all
 };
 
 }  // namespace linattn

@@ -43,6 +43,7 @@ struct Place {
   MaskView mask;
   OutView out;
   int64_t before;  // index of the given state
+  int64_t head;    // whose projection is taken
 };
 
 class Units {
@@ -119,7 +120,7 @@ class Units {
   }
 
   Place place_of(int64_t unit, int64_t group) const {
-    Place at{p_.q, p_.k, p_.v, p_.mask, p_.out, 0};
+    Place at{p_.q, p_.k, p_.v, p_.mask, p_.out, 0, 0};
     for_axes(unit, group, [&](const Axis& axis, int64_t step) {
       at.q.data += step * axis.q;
       at.k.data += step * axis.k;
@@ -127,6 +128,7 @@ class Units {
       if (at.mask.data) at.mask.data += step * axis.mask;
       at.out.data += step * axis.out;
       at.before += step * axis.state;
+      at.head += step * axis.head;
     });
     if (p_.cu_seqlens) {
       const int64_t first = rows_of(unit).begin;
@@ -138,6 +140,12 @@ class Units {
       at.before += sequence_of(unit) * before_stride();
     }
     return at;
+  }
+
+  Layer layer_of(const Place& at) const {
+    Layer layer = p_.layer;
+    if (layer.projection) layer.projection += at.head;
+    return layer;
   }
 
   // Given states of packed sequences have a leading axis of sequences.

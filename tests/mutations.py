@@ -66,7 +66,7 @@ def torch(file: str, *names: str) -> tuple[str, ...]:
     return tuple(f"tests/torch/test_{file}.py::test_{name}" for name in names)
 
 
-PROJECTED = ("tests/test_fused.py::test_equals_the_array_road",)
+PROJECTED = ("tests/test_fused.py::test_equals_features_made_first",)
 
 MUTANTS = [
     # -- projections ------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ MUTANTS = [
         "src/linattn/backends/native.py",
         " or found.project_queries is not None:",
         ":",
-        ("tests/test_fused.py::test_weights_of_queries_take_the_array_road",),
+        ("tests/test_fused.py::test_weights_of_queries_are_projected_first",),
     ),
     # -- kernels ----------------------------------------------------------------------------------
     Mutant(

@@ -34,16 +34,16 @@ def rows(n=97, d_v=3, dtype=np.float32):
 @pytest.fixture
 def no_features(found, monkeypatch):
     """An array of features is an error."""
+    monkeypatch.setattr(type(found), "project", refuse)
 
-    def project(self, x):
-        raise AssertionError("features in an array of their own")
 
-    monkeypatch.setattr(type(found), "project", project)
+def refuse(self, x):
+    raise AssertionError("features in an array of their own")
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
-def test_equals_the_array_road(found, causal, dtype):
+def test_equals_features_made_first(found, causal, dtype):
     q, k, v = rows(dtype=dtype)
     with backends.using("native"):
         got = linear_attention(q, k, v, found, causal=causal, order="linear")
@@ -114,6 +114,9 @@ def test_a_projection_of_another_width_is_declined():
         (np.zeros((0, 3)), None),
         (np.zeros((3, 2)).T, None),
         (np.zeros((2, 3)), np.zeros(2)),
+        (np.zeros((2, 2, 3)), np.zeros(3)),
+        (np.zeros((2, 2, 3)), np.zeros((3, 3))),
+        (np.zeros((0, 2, 3)), None),
         ("weights", None),
     ],
 )
@@ -122,17 +125,40 @@ def test_bad_weights_are_refused(weight, bias):
         native.extension.projection(weight, bias, 0.0, 0.0, False)
 
 
-def test_weights_by_head_take_the_array_road():
+def test_weights_by_head(monkeypatch):
+    """Each head as by itself, to the bit, in all verbs."""
+    q, k, v = (np.stack([x, x[::-1]]) for x in rows())  # (2, heads, n, d)
+    weights, biases = np.stack([W, -W]), np.stack([B, 2 * B])
+    for kind in (feature_maps.t2r, feature_maps.hedgehog):
+        both, alone = kind(weights, biases), [kind(*x) for x in zip(weights, biases, strict=True)]
+        parts = [[x[:, h] for x in (q, k, v)] for h in range(2)]
+        wanted = [
+            linear_attention(*part, found, causal=True)
+            for part, found in zip(parts, alone, strict=True)
+        ]
+
+        with monkeypatch.context() as patched:
+            patched.setattr(kind, "project", refuse)
+            whole = linear_attention(q, k, v, both, causal=True)
+            state = State.zeros((2, 2), both.width(7), 3, both).absorb(
+                k[..., :-1, :], v[..., :-1, :]
+            )
+            last = state.step(q[..., -1:, :], k[..., -1:, :], v[..., -1:, :])
+            again = state.query(q[..., -1:, :])
+        np.testing.assert_array_equal(whole, np.stack(wanted, 1))
+        np.testing.assert_allclose(last, whole[..., -1:, :], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(again, whole[..., -1:, :], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shared", ["q", "k"])
+def test_weights_by_head_over_fewer_heads_are_refused(shared):
     q, k, v = rows()
-    found = feature_maps.t2r(np.stack([W, -W]))
-    assert native.fused(found, k) is None
-    out = linear_attention(q, k, v, found)
-    np.testing.assert_allclose(
-        out[0], linear_attention(q[0], k[0], v[0], feature_maps.t2r(W)), rtol=1e-5
-    )
+    q, k = (x[:1] if name == shared else x for name, x in (("q", q), ("k", k)))
+    with pytest.raises(ValueError, match="acts row by row"):
+        linear_attention(q, k, v, feature_maps.t2r(np.stack([W, -W])))
 
 
-def test_weights_of_queries_take_the_array_road():
+def test_weights_of_queries_are_projected_first():
     q, k, v = rows()
     found = feature_maps.t2r(W, B, query_weight=-W, query_bias=B)
     out = linear_attention(q, k, v, found, order="linear")

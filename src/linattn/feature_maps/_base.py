@@ -49,9 +49,9 @@ class Affine:
         project(x) = +-(x weight + bias) - square |x|^2 - shift
 
     weight:
-        (d_k, columns), float64 and C-contiguous
+        (d_k, columns), float64 and C-contiguous, or one for each head: (heads, d_k, columns)
     bias:
-        (columns,), float64, or None
+        (columns,) or (heads, columns), float64, or None
     mirrored:
         both signs, + first: D is twice the columns
     core:

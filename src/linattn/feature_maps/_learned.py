@@ -80,14 +80,18 @@ class Learned(Family):
     def fixed(
         self, scale: float = 1.0, square: float = 0.0, shift: float = 0.0, mirrored: bool = False
     ) -> Affine | None:
-        """+-(scale W x + b) - square |x|^2 - shift; None where W differs by head or trains."""
-        if len(self.weight.shape) != 2 or any(
+        """+-(scale W x + b) - square |x|^2 - shift; None where W trains."""
+        if len(self.weight.shape) > 3 or any(
             getattr(x, "requires_grad", False) for x in (self.weight, self.bias)
         ):
             return None
         bias = None if self.bias is None else numbers(self.bias)
         return Affine(
-            np.ascontiguousarray(numbers(self.weight).T * scale), bias, square, shift, mirrored
+            np.ascontiguousarray(numbers(self.weight).swapaxes(-1, -2) * scale),
+            bias,
+            square,
+            shift,
+            mirrored,
         )
 
 
