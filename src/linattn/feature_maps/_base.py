@@ -328,7 +328,7 @@ def constant(xp: Any, values: Any, like: Array) -> Array:
     if type(values) is type(like) and values.dtype == like.dtype:
         return values
     if hasattr(like, "requires_grad"):  # torch
-        if hasattr(values, "requires_grad"):
+        if isinstance(values, xp.Tensor):
             return values.to(device=like.device, dtype=like.dtype)
         return xp.tensor(values, dtype=like.dtype, device=like.device)
     return xp.asarray(values, dtype=like.dtype)
@@ -450,8 +450,9 @@ def get(feature_map: str | FeatureMap | Callable[[Array], Array] | None = None) 
     if isinstance(feature_map, FeatureMap):
         return feature_map
     if isinstance(feature_map, str):
-        if feature_map in _FAMILIES:  # torch.compile can follow this, and not the parser
-            return _FAMILIES[feature_map]()
+        kind = _FAMILIES.get(feature_map)
+        if kind is not None and not kind.learned:
+            return kind()
         return _BY_NAME.get(feature_map) or _parsed(feature_map)
     if isinstance(feature_map, type) and issubclass(feature_map, Family):
         return feature_map()
@@ -466,6 +467,20 @@ def get(feature_map: str | FeatureMap | Callable[[Array], Array] | None = None) 
 
 def _parsed(name: str) -> FeatureMap:
     """The map of a family: ``label`` or ``label(parameter=value, ...)`` with literal values."""
+    label, given, named = said(name)
+    try:
+        return _FAMILIES[label](*given, **dict(named))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"feature_map: expected values that {label} takes, got {name!r}: {error}"
+        ) from None
+
+
+def said(name: str) -> tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+    """A family's label, and the parameters in a name: by position, and by keyword.
+
+    They are literals, as a compiler may take what is said here for a constant.
+    """
     call = re.fullmatch(r"(\w+)(?:\((.*)\))?", name.strip(), re.DOTALL)
     kind = _FAMILIES.get(call[1]) if call else None
     if call is None or kind is None:
@@ -473,16 +488,40 @@ def _parsed(name: str) -> FeatureMap:
             f"feature_map: expected one of {', '.join(map(repr, catalogue()))} or a callable, "
             f"got {name!r}"
         )
+    label = kind.label
+    if kind.learned:
+        raise ValueError(
+            f"feature_map: expected {label} as a FeatureMap, as its weights are arrays, got the "
+            f"name {name!r}; pass linattn.feature_maps.{label}(weight)"
+        )
+    takes = [f.name for f in fields(kind) if f.init]
+    all_of_them = ", ".join(takes) or "none"
     try:
         node = ast.parse(f"f({call[2] or ''})", mode="eval").body
         assert isinstance(node, ast.Call)
-        given = [ast.literal_eval(value) for value in node.args]
-        named = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
-        return kind(*given, **named)
-    except (AssertionError, SyntaxError, TypeError, ValueError) as error:
-        takes = ", ".join(f.name for f in fields(kind) if f.init)
-        reason = "" if isinstance(error, AssertionError) else f": {error}"
+        given = tuple(ast.literal_eval(value) for value in node.args)
+        named = tuple((str(k.arg), ast.literal_eval(k.value)) for k in node.keywords)
+    except (AssertionError, SyntaxError, TypeError, ValueError):
         raise ValueError(
-            f"feature_map: expected {kind.label}(...) with numbers for {takes or 'nothing'}, got "
-            f"{name!r}{reason}"
+            f"feature_map: expected {label}(parameter=value, ...), each value a literal, got "
+            f"{name!r}; the parameters are {all_of_them}"
         ) from None
+    if len(given) > len(takes):
+        raise ValueError(
+            f"feature_map: expected at most {len(takes)} values for {label}, got {len(given)} in "
+            f"{name!r}; the parameters are {all_of_them}"
+        )
+    known = takes[: len(given)]
+    for word, _ in named:
+        if word not in takes:
+            raise ValueError(
+                f"feature_map: expected parameters of {label} among {all_of_them}, got {word!r} in "
+                f"{name!r}; rename it or leave it out"
+            )
+        if word in known:
+            raise ValueError(
+                f"feature_map: expected each parameter of {label} once, got {word!r} twice in "
+                f"{name!r}; leave one out"
+            )
+        known.append(word)
+    return label, given, named
