@@ -20,6 +20,7 @@ __all__ = [
     "mask",
     "name_of",
     "promoted",
+    "readable",
     "rows",
     "shape",
 ]
@@ -35,7 +36,13 @@ def dtype(name: str, value: Any) -> torch.dtype:
     """One of the four floating dtypes."""
     if isinstance(value, torch.dtype) and value in FLOATS:
         return value
-    raise _check.unfit_dtype(name, value, f"{name}.to(torch.float32)")
+    raise _unfit(name, value)
+
+
+def _unfit(name: str, value: Any) -> TypeError:
+    if isinstance(value, torch.dtype) and value.is_complex:  # .to() would drop a part and say so
+        return _check.unfit_dtype(name, value, f"{name}.real, or torch.view_as_real({name})")
+    return _check.unfit_dtype(name, value, f"{name}.to(torch.float32)")
 
 
 def promoted(a: torch.dtype, b: torch.dtype) -> torch.dtype:
@@ -54,7 +61,7 @@ def rows(**given: Any) -> tuple[Tensor, ...]:
         if x.layout is not torch.strided:
             raise _check.unfit_layout(name, x.layout)
         if x.dtype not in FLOATS:
-            raise _check.unfit_dtype(name, x.dtype, f"{name}.to(torch.float32)")
+            raise _unfit(name, x.dtype)
         _check.rows(name, shape(x))
     first = next(iter(given.values()))
     if any(x.device != first.device for x in given.values()):
@@ -102,7 +109,7 @@ def cuts(value: Any, n: int) -> Tensor | None:
     if not isinstance(value, Tensor):
         return torch.from_numpy(_check.cu_seqlens(value, n))
     _check.cut_axes(name_of(value.dtype), is_integer(value.dtype), shape(value), n)
-    if not torch.compiler.is_compiling() and _is_readable(value):
+    if readable(value):
         if torch._C._functorch.is_batchedtensor(value):
             raise _check.mapped_cuts()
         # By way of a list, as a transform of torch.func lets no array look into a tensor.
@@ -114,9 +121,13 @@ def is_integer(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
-def _is_readable(x: Tensor) -> bool:
-    """Whether it holds numbers: while torch traces it doesn't."""
-    return type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta"
+def readable(x: Tensor) -> bool:
+    """Whether it holds numbers that may be looked at: while torch traces it doesn't."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) in (Tensor, torch.nn.Parameter)
+        and x.device.type != "meta"
+    )
 
 
 def joint_shape(first: Any, *others: Any) -> tuple[int, ...]:
