@@ -130,6 +130,27 @@ def test_beyond_the_range_of_float32(name: str) -> None:
             cases.close(out, expected, bound, C, (is_causal, order))
 
 
+@every_map
+def test_a_map_that_writes_into_nothing(name: str) -> None:
+    """`project`, `prepare` and `kappa` are enough, and the same to the bit."""
+    found = MAPS[name]
+
+    class Plain(type(found)):  # type: ignore[misc]
+        project_into = feature_maps.FeatureMap.project_into
+        kappa_into = feature_maps.FeatureMap.kappa_into
+
+    plain = Plain(**found.parameters)
+    for dtype, is_causal, order in itertools.product(
+        (np.float32, np.float64, np.float16), (False, True), ("linear", "quadratic")
+    ):
+        q, k, v = inputs(8, (2,), 600, 3, 5, dtype)
+        if is_causal:
+            same_bits(causal(q, k, v, plain, order), causal(q, k, v, found, order))
+        else:
+            out = linear_attention(q, k, v, plain, order=order)  # type: ignore[arg-type]
+            same_bits(out, linear_attention(q, k, v, found, order=order))  # type: ignore[arg-type]
+
+
 def test_inputs_keep_their_bits_and_out_is_filled() -> None:
     found = feature_maps.taylor()
     q, k, v = inputs(9, (2,), 300, 5, 7, np.float16)

@@ -150,6 +150,20 @@ class FeatureMap:
         """phi(q) . phi(k) from t = prepare(q) . prepare(k), number by number."""
         raise NotImplementedError(f"{self.name} has no closed form")
 
+    def project_into(self, x: Array, out: Array) -> None:
+        """`project` of NumPy's x (n, d_k) into memory that is there: out (n, D).
+
+        This and `kappa_into` are for maps with a closed form, whose blocks follow one another in
+        the same memory; a map that defines neither works all the same. out is in at least float32,
+        and its columns are contiguous.
+        """
+        assert self.project is not None
+        out[...] = self.project(x)
+
+    def kappa_into(self, t: Array, out: Array) -> None:
+        """`kappa` of NumPy's t into out; t may be written over."""
+        out[...] = self.kappa(t)
+
     def __call__(self, x: Array) -> Array:
         """phi(x): ``(..., d_k) -> (..., D)``."""
         y = x if self.project is None else self.project(x)
