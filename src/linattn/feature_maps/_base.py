@@ -304,6 +304,9 @@ def _alike(a: Any, b: Any) -> bool:
     """Equal, arrays by shape and by number."""
     if a is b:
         return True
+    # Numbers before a look for a shape, which torch.compile can't ask of one that is a symbol.
+    if isinstance(a, (int, float)) and isinstance(b, (int, float)):
+        return isinstance(a, float) == isinstance(b, float) and a == b
     if hasattr(a, "shape") or hasattr(b, "shape"):
         if type(a) is not type(b) or a.shape != b.shape or a.dtype != b.dtype:
             return False
@@ -341,11 +344,8 @@ def constant(xp: Any, values: Any, like: Array) -> Array:
     """Numbers as an array of the library, dtype and device of another."""
     if type(values) is type(like) and values.dtype == like.dtype:
         return values
-    if hasattr(like, "requires_grad"):  # torch
-        if isinstance(values, xp.Tensor):
-            return values.to(device=like.device, dtype=like.dtype)
-        return xp.tensor(values, dtype=like.dtype, device=like.device)
-    return xp.asarray(values, dtype=like.dtype)
+    front = fronts.front(like)
+    return xp.asarray(values, dtype=like.dtype) if front is None else front.constant(values, like)
 
 
 def concatenate(xp: Any, parts: list[Array]) -> Array:

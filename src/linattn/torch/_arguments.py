@@ -12,6 +12,7 @@ from .. import _check
 
 __all__ = [
     "FLOATS",
+    "constant",
     "cuts",
     "dtype",
     "fit",
@@ -115,6 +116,15 @@ def cuts(value: Any, n: int) -> Tensor | None:
         # By way of a list, as a transform of torch.func lets no array look into a tensor.
         _check.cu_seqlens(np.array(value.tolist(), np.int64), n)
     return value.to(torch.int64)
+
+
+def constant(values: Any, like: Tensor) -> Tensor:
+    """Numbers of a tensor, an array or a list, of another tensor's dtype and on its device."""
+    if isinstance(values, Tensor):
+        return values.to(device=like.device, dtype=like.dtype)
+    # A copy, as torch warns of arrays that can't be written; one that is traced is a tensor.
+    make = torch.as_tensor if torch.compiler.is_compiling() else torch.tensor
+    return make(values, dtype=like.dtype, device=like.device)
 
 
 def is_integer(dtype: torch.dtype) -> bool:
