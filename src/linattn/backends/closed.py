@@ -13,13 +13,16 @@ again in float64, by itself, so that no row's bits depend on another.
 
 The arrays are NumPy's, and the arguments checked ones. All blocks of a call are computed in the
 same memory: arrays of their size that NumPy makes and drops go back to the system each time, and
-the page faults of the next block took three quarters of a call.
+the page faults of the next block took three quarters of a call. Memory that isn't large stays for
+the next call of the thread: the faults of a short one take longer than its arithmetic, too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -30,10 +33,12 @@ from .array import _at, _grouped, _indices, _quiet, _zeros
 __all__ = ["absorb", "attend"]
 
 Array = Any
-Sums = tuple[Any, Any, Any]
 
 ROWS = 256  # queries in a block, and positions in a chunk
 KEYS = 512  # keys that meet them
+KEPT = 1 << 24  # bytes of memory for blocks that a thread keeps for its next call
+
+_spare = threading.local()
 
 
 def attend(
@@ -47,7 +52,7 @@ def attend(
     cu_seqlens: Array | None,
     enable_gqa: bool,
     normalize: bool,
-    state: Sums | None,
+    state: tuple[Any, Any, Any] | None,
     return_state: bool,
     order: str,
     out: Array,
@@ -73,8 +78,8 @@ def attend(
     if return_state:
         new = _zeros(np, (len(bounds) - 1, *held_by_state), D, d_v, False)  # type: ignore[arg-type]
     linear = order == "linear"
-    work = _Work(found, q.dtype)
-    with _quiet(np):
+    with _quiet(np), _memory() as arrays:
+        work = _Work(found, q.dtype, arrays)
         for i in range(len(bounds) - 1):
             rows = slice(bounds[i], bounds[i + 1])
             keys = slice(None) if cu_seqlens is None else rows
@@ -83,7 +88,7 @@ def attend(
                 before = _at(state, i)
             for at in _indices(held):
                 mask = None if key_mask is None else _pick(key_mask, at, 1)[keys]
-                sums = _start(work, before, at, D, d_v) if linear else None
+                sums = _start(work, before, at, D, d_v) if linear else None  # type: ignore[arg-type]
                 seen = state is not None
                 ks, vs = _pick(k, at, 2)[keys], _pick(v, at, 2)[keys]
                 qs = [_pick(q, (*at, g), 2)[rows] for g in range(groups)]
@@ -105,8 +110,8 @@ def attend(
                         p if size > 1 else 0
                         for p, size in zip(at[len(at) - lead :], held_by_state, strict=True)
                     )
-                    new[0][(i, *own)] = sums[0]
-                    new[1][(i, *own)] = sums[1]
+                    new[0][(i, *own)] = sums.kv
+                    new[1][(i, *own)] = sums.k_sum
     if new is None:
         return out
     if cu_seqlens is None:
@@ -124,13 +129,23 @@ def absorb(
     """
     masked = () if key_mask is None else key_mask.shape[:-1]
     own = np.broadcast_shapes(k.shape[:-2], v.shape[:-2], masked)
-    work = _Work(found, k.dtype)
-    with _quiet(np):
+    with _quiet(np), _memory() as arrays:
+        work = _Work(found, k.dtype, arrays)
         for at in _indices(own):
             to = (..., *(i if size > 1 else slice(None) for i, size in zip(at, own, strict=True)))
-            sums = (kv[(*to, slice(None), slice(None))], k_sum[(*to, slice(None))])
+            target = (kv[(*to, slice(None), slice(None))], k_sum[(*to, slice(None))])
+            sums = _Sums(*target, target)
             mask = None if key_mask is None else _pick(key_mask, at, 1)
             _absorb(work, sums, _pick(k, at, 2), _pick(v, at, 2), mask, 0, k.shape[-2])
+
+
+@contextmanager
+def _memory() -> Iterator[dict[Any, Array]]:
+    """What the thread's last call has left; a call inside a call finds nothing."""
+    arrays = vars(_spare).pop("arrays", {})
+    yield arrays
+    if sum(x.nbytes for x in arrays.values()) <= KEPT:
+        _spare.arrays = arrays
 
 
 class _Work:
@@ -139,26 +154,20 @@ class _Work:
     dtype: float64 where the inputs are, else float32; `exact` is the same in float64
     """
 
-    def __init__(self, found: FeatureMap, dtype: Any) -> None:
+    def __init__(self, found: FeatureMap, dtype: Any, arrays: dict[Any, Array]) -> None:
         self.found = found
         self.dtype = np.dtype(np.float64 if dtype == np.float64 else np.float32)
-        self._held: dict[str, Array] = {}
-        self._exact: _Work | None = None
-
-    @property
-    def exact(self) -> _Work:
-        if self.dtype == np.float64:
-            return self
-        if self._exact is None:
-            self._exact = _Work(self.found, np.float64)
-        return self._exact
+        self._arrays = arrays
+        self.exact = self
+        if self.dtype != np.float64:
+            self.exact = _Work(found, np.float64, arrays)
 
     def array(self, name: str, *shape: int, dtype: Any = None) -> Array:
         """An array whose memory is that of the last one of this name, and holds anything."""
-        size = math.prod(shape)
-        held = self._held.get(name)
+        size, key = math.prod(shape), (name, np.dtype(dtype or self.dtype))
+        held = self._arrays.get(key)
         if held is None or held.size < size:
-            held = self._held[name] = np.empty(size, self.dtype if dtype is None else dtype)
+            held = self._arrays[key] = np.empty(size, key[1])
         return held[:size].reshape(shape)
 
     def prepared(self, x: Array) -> Array:
@@ -201,7 +210,19 @@ class _Work:
         return num, np.zeros((rows, 1))
 
 
-# One head of one sequence: q (n_q, d_k), k (n_k, d_k), v (n_k, d_v); sums: (kv, k_sum), changed
+class _Sums:
+    """kv (D, d_v) and k_sum (D,) before some keys, and where those after them are to be."""
+
+    def __init__(self, kv: Array, k_sum: Array, to: tuple[Array, ...]) -> None:
+        self.kv, self.k_sum = kv, k_sum
+        self._to = to
+
+    def add(self, kv: Array, k_sum: Array) -> None:
+        self.kv = np.add(self.kv, kv, out=self._to[0])
+        self.k_sum = np.add(self.k_sum, k_sum, out=self._to[1])
+
+
+# One head of one sequence: q (n_q, d_k), k (n_k, d_k), v (n_k, d_v)
 
 
 def _quadratic(
@@ -235,8 +256,8 @@ def _meet(
 
 
 def _causal(
-    work: _Work, sums: Any, seen: bool, qs: list[Array], k: Array, v: Array, mask: Array | None,
-    eps: float, normalize: bool, targets: list[Array], wanted: bool,
+    work: _Work, sums: _Sums | None, seen: bool, qs: list[Array], k: Array, v: Array,
+    mask: Array | None, eps: float, normalize: bool, targets: list[Array], wanted: bool,
 ) -> None:  # fmt: skip
     """Chunk by chunk; without sums all earlier positions meet the rows of a chunk instead.
 
@@ -255,8 +276,8 @@ def _causal(
                 own: _Work, rows: Array = rows, narrow: Any = narrow, a: int = a, b: int = b
             ) -> tuple[Array, Array]:
                 num, den = own.zeros(b - a, v.shape[-1])
-                if narrow is not None:
-                    past = narrow if own is work else sums
+                if narrow is not None and sums is not None:
+                    past = narrow if own is work else (sums.kv, sums.k_sum)
                     phi = own.features(rows, past[0].shape[0])
                     num += own.product("part", phi, past[0])
                     den += own.product("part of den", phi, past[1][:, None])
@@ -301,16 +322,18 @@ def _diagonal(
         num[start:stop] += work.product("part", scores, seen)[start:stop]
 
 
-def _absorb(work: _Work, sums: Any, k: Array, v: Array, mask: Array | None, a: int, b: int) -> None:
+def _absorb(
+    work: _Work, sums: _Sums, k: Array, v: Array, mask: Array | None, a: int, b: int
+) -> None:
     """sums += those of the positions a:b."""
+    D = sums.k_sum.shape[-1]
     for c in range(a, b, ROWS):
         d = min(c + ROWS, b)
         here = None if mask is None else mask[c:d]
-        kv, k_sum = _sums(work, k[c:d], v[c:d], here, sums[1].shape[-1])
+        kv, k_sum = _sums(work, k[c:d], v[c:d], here, D)
         if work is not work.exact and not (_finite(kv) and _finite(k_sum)):
-            kv, k_sum = _sums(work.exact, k[c:d], v[c:d], here, sums[1].shape[-1])
-        np.add(sums[0], kv, out=sums[0])
-        np.add(sums[1], k_sum, out=sums[1])
+            kv, k_sum = _sums(work.exact, k[c:d], v[c:d], here, D)
+        sums.add(kv, k_sum)
 
 
 def _sums(work: _Work, k: Array, v: Array, mask: Array | None, D: int) -> tuple[Array, Array]:
@@ -326,13 +349,13 @@ def _finite(x: Array) -> bool:
 
 
 def _query(
-    work: _Work, sums: Any, narrow: Any, q: Array, eps: float, normalize: bool, target: Array
+    work: _Work, sums: _Sums, narrow: Any, q: Array, eps: float, normalize: bool, target: Array
 ) -> None:
     for a in range(0, q.shape[0], ROWS):
         rows = q[a : a + ROWS]
 
         def parts(own: _Work, rows: Array = rows) -> tuple[Array, Array]:
-            kv, k_sum = narrow if own is work else sums
+            kv, k_sum = narrow if own is work else (sums.kv, sums.k_sum)
             phi = own.features(rows, kv.shape[0])
             num, den = own.zeros(rows.shape[0], kv.shape[1])
             num += own.product("part", phi, kv)
@@ -345,9 +368,9 @@ def _query(
 def _narrow(work: _Work, sums: Any) -> tuple[Array, Array]:
     """The sums in the precision of blocks."""
     if work is work.exact:
-        return sums[0], sums[1]
-    kv, k_sum = work.array("kv", *sums[0].shape), work.array("k_sum", *sums[1].shape)
-    kv[...], k_sum[...] = sums
+        return sums.kv, sums.k_sum
+    kv, k_sum = work.array("kv", *sums.kv.shape), work.array("k_sum", *sums.k_sum.shape)
+    kv[...], k_sum[...] = sums.kv, sums.k_sum
     return kv, k_sum
 
 
@@ -375,15 +398,20 @@ def _ratio(num: Array, den: Array, eps: float, normalize: bool) -> Array:
     return num
 
 
-def _start(work: _Work, before: Sums | None, at: tuple[int, ...], D: Any, d_v: int) -> Any:
-    """The sums before this call, in memory of their own, to be added to."""
-    sums = (
-        work.array("state's kv", D, d_v, dtype=np.float64),
-        work.array("state's k_sum", D, dtype=np.float64),
+def _start(
+    work: _Work, before: tuple[Any, ...] | None, at: tuple[int, ...], D: int, d_v: int
+) -> _Sums:
+    """The sums before this call."""
+    if before is None:
+        zero = np.zeros(1)  # of many shapes, and no memory
+        kv, k_sum = np.broadcast_to(zero, (D, d_v)), np.broadcast_to(zero, (D,))
+    else:
+        kv, k_sum = _pick(before[0], at, 2), _pick(before[1], at, 1)
+    own = tuple(
+        work.array(f"state's {name}", *x.shape, dtype=np.float64)
+        for name, x in (("kv", kv), ("k_sum", k_sum))
     )
-    for own, tail in ((0, 2), (1, 1)):
-        sums[own][...] = 0 if before is None else _pick(before[own], at, tail)
-    return sums
+    return _Sums(kv, k_sum, own)
 
 
 def _pick(x: Array, at: tuple[int, ...], tail: int) -> Array:
