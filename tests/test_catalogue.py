@@ -155,8 +155,8 @@ def test_names_are_read() -> None:
     for name, parts in {
         "favour": ["'favor'", "got 'favour'"],
         "favor(features=-1)": ["features: expected an integer >= 1, got -1"],
-        "favor(width=3)": ["favor(...)", "features, seed, orthogonal", "'width'"],
-        "favor(seed=open)": ["favor(...)", "with numbers"],
+        "favor(width=3)": ["favor among features, seed, orthogonal", "got 'width'", "rename"],
+        "favor(seed=open)": ["favor(parameter=value, ...)", "each value a literal"],
         "favor(": ["got 'favor('"],
         "dpfp(1) + 2": ["got 'dpfp(1) + 2'"],
     }.items():

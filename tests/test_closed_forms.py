@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from typing import Any
 
 import cases
@@ -130,6 +131,27 @@ def test_beyond_the_range_of_float32(name: str) -> None:
             cases.close(out, expected, bound, C, (is_causal, order))
 
 
+@every_map
+def test_a_map_that_writes_into_nothing(name: str) -> None:
+    """`project`, `prepare` and `kappa` are enough, and the same to the bit."""
+    found = MAPS[name]
+
+    class Plain(type(found)):  # type: ignore[misc]
+        project_into = feature_maps.FeatureMap.project_into
+        kappa_into = feature_maps.FeatureMap.kappa_into
+
+    plain = Plain(**found.parameters)
+    for dtype, is_causal, order in itertools.product(
+        (np.float32, np.float64, np.float16), (False, True), ("linear", "quadratic")
+    ):
+        q, k, v = inputs(8, (2,), 600, 3, 5, dtype)
+        if is_causal:
+            same_bits(causal(q, k, v, plain, order), causal(q, k, v, found, order))
+        else:
+            out = linear_attention(q, k, v, plain, order=order)  # type: ignore[arg-type]
+            same_bits(out, linear_attention(q, k, v, found, order=order))  # type: ignore[arg-type]
+
+
 def test_inputs_keep_their_bits_and_out_is_filled() -> None:
     found = feature_maps.taylor()
     q, k, v = inputs(9, (2,), 300, 5, 7, np.float16)
@@ -144,6 +166,66 @@ def test_inputs_keep_their_bits_and_out_is_filled() -> None:
         same_bits(x, y)
     with pytest.raises(ValueError, match="a state with D = 3"):
         linear_attention(q, k, v, found, state=State.zeros((2,), 3, 7, found))
+
+
+@every_map
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_states_in_blocks(name: str, dtype: str) -> None:
+    """Of long keys at once, in parts of which some are short; broadcast keys, NaN where masked."""
+    found, n, kind = MAPS[name], 600, cases.DTYPES[dtype]
+    q, k, v = (
+        normal(i, *s).astype(kind) for i, s in enumerate([(2, 3, 9, 3), (3, n, 3), (2, 1, n, 5)])
+    )
+    mask = np.random.default_rng(4).random((3, n)) < 0.7
+    for m in (None, mask[0], mask):
+        ks, vs = k.copy(), v.copy()
+        if m is not None:
+            hidden = ~m if m.ndim == 1 else ~m.any(0)
+            ks[:, hidden], vs[..., hidden, :] = np.nan, np.inf
+        expected, bound = definition(q, ks, vs, found, key_mask=m)
+        state = State.of(ks, vs, found, key_mask=m)
+        assert state.batch_shape == (2, 3)
+        cases.close(state.query(q), expected, bound, C, m is None)
+        parts = State.zeros((2, 3), state.D, 5, found, kind)
+        for a, b in ((0, 37), (37, 37), (37, 340), (340, n)):
+            part = None if m is None else m[..., a:b]
+            assert parts.absorb(ks[:, a:b], vs[..., a:b, :], part) is parts
+        cases.close(parts.query(q), expected, bound, C, m is None)
+    shared = State.zeros((4, 2, 3), state.D, 5, found, k.dtype).absorb(k, v[0])
+    for kv in shared.kv.reshape(8, 3, state.D, 5):
+        same_bits(kv, State.of(k, v[0], found).kv)
+    with pytest.raises(ValueError, match=f"expected {state.D} features"):
+        parts.absorb(k[..., :2], v)
+
+
+def test_a_state_beyond_the_range_of_float32() -> None:
+    found = feature_maps.taylor()
+    _, k, v = inputs(8, (), 300, 3, 5, np.float32)
+    k = k * np.float32(1e25)
+    state = State.of(k, v, found)
+    right = State.of(k.astype(float), v.astype(float), found)
+    np.testing.assert_allclose(state.kv, right.kv, rtol=1e-4, atol=1e-5 * abs(right.kv).max())
+    np.testing.assert_allclose(state.k_sum, right.k_sum, rtol=1e-5, atol=1e-6 * right.k_sum.max())
+
+
+def test_memory_of_a_state_does_not_grow() -> None:
+    """A block of features at a time, whether it is made or changed."""
+    found = feature_maps.taylor()
+
+    def peak(n: int, call: Any) -> int:
+        k = np.zeros((n, 64), np.float32)
+        call(k[:257])
+        tracemalloc.start()
+        try:
+            call(k)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    state = State.of(np.zeros((1, 64), np.float32), np.zeros((1, 64), np.float32), found)
+    for call in (lambda k: State.of(k, k, found), lambda k: state.absorb(k, k)):
+        assert peak(4000, call) < 1.1 * peak(1000, call)
+        assert peak(4000, call) < 0.25 * 4000 * state.D * 4
 
 
 def test_the_plan_knows() -> None:

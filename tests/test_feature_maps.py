@@ -92,8 +92,43 @@ def test_get():
     [
         ("elu", ValueError, ["feature_map", "'elu1'", "got 'elu'"]),
         (3, TypeError, ["feature_map", "a callable", "got int"]),
+        (
+            "favor(feat=3)", ValueError,
+            ["feature_map: expected parameters of favor among features, seed,", "got 'feat' in ",
+             "'favor(feat=3)'; rename it"],
+        ),
+        (
+            "favor(3, features=4)", ValueError,
+            ["feature_map: expected each parameter of favor once", "'features' twice", "leave one"],
+        ),
+        (
+            "dpfp(2, 3)", ValueError,
+            ["feature_map: expected at most 1 values for dpfp, got 2", "parameters are nu"],
+        ),
+        (
+            "dpfp(nu=x)", ValueError,
+            ["feature_map: expected dpfp(parameter=value, ...)", "literal", "got 'dpfp(nu=x)'",
+             "the parameters are nu"],
+        ),
+        (
+            "rfa(sigma='a')", ValueError,
+            ["feature_map: expected values that rfa takes", "got \"rfa(sigma='a')\""],
+        ),
+        (
+            "favor(features=0)", ValueError,
+            ["feature_map: expected values that favor takes", "got 'favor(features=0)'",
+             "features: expected an integer >= 1, got 0"],
+        ),
+        *(
+            (
+                name, ValueError,
+                ["feature_map: expected hedgehog as a FeatureMap", "weights are arrays",
+                 f"got the name {name!r}", "pass linattn.feature_maps.hedgehog(weight)"],
+            )
+            for name in ("hedgehog", "hedgehog(3)")
+        ),
     ],
-)
+)  # fmt: skip
 def test_get_refuses(value, kind, parts):
     with pytest.raises(kind) as error:
         feature_maps.get(value)

@@ -196,10 +196,10 @@ def linear_attention(
     # Straight to the compiled core, which takes a call only if everything fits. A TypeError is an
     # unhashable callable or a flag that is no bool: the road below sorts it out.
     try:
-        found = _FUSED.get(feature_map)
+        # Not a look at the map unless q is an array: torch.compile would hash all its fields.
+        found = _FUSED.get(feature_map) if type(q) is ndarray else None
         if (
             found is not None
-            and type(q) is ndarray
             and (eps is None or (type(eps) is float and 0.0 <= eps < _INFINITY))
             and (order != "quadratic" or not (causal or return_state or state is not None))
             and (

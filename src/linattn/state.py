@@ -11,7 +11,7 @@ import numpy as np
 from numpy import ndarray
 
 from . import _check, backends, feature_maps, fronts
-from .backends import array, native
+from .backends import array, closed, native
 from .feature_maps import FeatureMap
 
 __all__ = ["State"]
@@ -152,6 +152,10 @@ class State:
             done = native.absorb(state.kv, state.k_sum, state.log_scale, k, v, whole, mask)
             if done is not None:
                 return state
+        if D is not None and _in_blocks(found, k):
+            state = cls(*_empty(batch, D, v.shape[-1], found), found, dtype)
+            closed.absorb(state.kv, state.k_sum, k, v, found, mask)
+            return state
         k, v = _mapped(found, "k", k, v, D=None)
         state = cls(*_empty(batch, k.shape[-1], v.shape[-1], found), found, dtype)
         native.know(k.dtype)
@@ -273,9 +277,13 @@ class State:
                 if done is not None:
                     return self
         k, v, mask, dtype, _ = _check.keys(k, v, key_mask, self._shape)
-        k, v = _mapped(self.feature_map, "k", k, v, D=self.D)
-        native.know(k.dtype)
-        backends.absorb(self.kv, self.k_sum, self.log_scale, k, v, self._kernel, mask)
+        found = self.feature_map
+        if _in_blocks(found, k) and found.width(k.shape[-1]) == self.D:
+            closed.absorb(self.kv, self.k_sum, k, v, found, mask)
+        else:
+            k, v = _mapped(found, "k", k, v, D=self.D)
+            native.know(k.dtype)
+            backends.absorb(self.kv, self.k_sum, self.log_scale, k, v, self._kernel, mask)
         self.dtype = _check.promoted(self.dtype, dtype)
         return self
 
@@ -672,6 +680,11 @@ def _empty(batch: tuple[int, ...], D: int, d_v: int, found: FeatureMap) -> array
         np.zeros((*batch, D)),
         np.full((*batch, D), array.EMPTY, dtype=np.int32) if found.exponential else None,
     )
+
+
+def _in_blocks(found: FeatureMap, k: Array) -> bool:
+    """Whether the features of keys are made a block at a time; of fewer rows, all at once."""
+    return found.closed_form and math.prod(k.shape[:-1]) > closed.ROWS
 
 
 def _mapped(

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from torch_cases import DTYPES, close, inputs, normal, same  # noqa: E402
 
-from linattn import feature_maps, linear_attention, softmax_attention  # noqa: E402
+from linattn import State, feature_maps, linear_attention, softmax_attention  # noqa: E402
 
 Array = Any
 
@@ -89,6 +89,17 @@ def test_tensors_that_differ_are_refused() -> None:
         linear_attention(q, k.numpy(), v)
     with pytest.raises(TypeError, match="q: expected dtype"):
         linear_attention(q.long(), k.long(), v.long())
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_tensors_are_refused(dtype: Any) -> None:
+    """With a remedy that says what happens to the imaginary part."""
+    q, k, v = inputs(4, (), 5, 2, 2)
+    expected = rf"q: expected dtype .*got {dtype}; .*as in q\.real, or torch\.view_as_real\(q\)"
+    with pytest.raises(TypeError, match=expected):
+        linear_attention(q.to(dtype), k.to(dtype), v.to(dtype))
+    with pytest.raises(TypeError, match=r"k: expected dtype .*as in k\.real"):
+        State.of(k.to(dtype), v.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -13,7 +14,7 @@ torch = pytest.importorskip("torch")
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch_cases import inputs, normal, same  # noqa: E402
 
-from linattn import State, linear_attention  # noqa: E402
+from linattn import State, feature_maps, linear_attention  # noqa: E402
 
 Array = Any
 
@@ -23,6 +24,19 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*functools.lru_cache.*:UserWarning"),
 ]
+
+
+class Module(torch.nn.Module):
+    def forward(self, q: Any, k: Any, v: Any) -> Any:
+        return linear_attention(q, k, v, causal=True)
+
+
+class Favor(torch.nn.Module):
+    def forward(self, q: Any, k: Any, v: Any) -> Any:
+        return linear_attention(q, k, v, "favor(features=16)", causal=True)
+
+
+AXES = ({2: torch.export.Dim("n")},) * 3
 
 
 def compiled(f: Any) -> Any:
@@ -91,6 +105,104 @@ def test_compiled_states(name: str) -> None:
         same(state.k_sum, expected.k_sum)
 
 
+# ------------------------------------------------------------------------------- maps of families
+
+
+WEIGHT = np.random.default_rng(0).standard_normal((3, 5))
+FAMILIES: dict[str, Any] = {
+    "favor": "favor(features=64)",
+    "favor, hyperbolic": feature_maps.favor(16, 3, kind="hyperbolic"),
+    "favor, trigonometric": "favor(16, kind='trigonometric', orthogonal=False)",
+    "rfa": feature_maps.rfa(16, sigma=2.0),
+    "relu_random": "relu_random(features=11)",
+    "performer_relu": feature_maps.performer_relu(11, 5, False),
+    "hedgehog": feature_maps.hedgehog(WEIGHT),
+    "hedgehog, tensor": feature_maps.hedgehog(torch.tensor(WEIGHT), normalise="halves"),
+    "t2r": feature_maps.t2r(WEIGHT, WEIGHT[:, 0]),
+    "performer_learned": feature_maps.performer_learned(WEIGHT),
+}
+
+
+@pytest.mark.parametrize("which", FAMILIES)
+def test_compiled_families_are_eager(which: str) -> None:
+    """Every bit of results and gradients, one graph for all lengths, and nothing left out of it."""
+    given = FAMILIES[which]
+    torch._dynamo.reset()
+    count = CompileCounterWithBackend("aot_eager" if which in ("favor", "hedgehog") else "eager")
+    f = torch.compile(
+        lambda q, k, v: linear_attention(q, k, v, given, causal=True),
+        fullgraph=True, dynamic=True, backend=count,
+    )  # fmt: skip
+    for n in (37, 13):
+        x = inputs(n, (2,), n, 5, 7, grad=True)
+        found, right = f(*x), linear_attention(*x, given, causal=True)
+        same(found, right)
+        g = normal(2, 2, n, 7)
+        pairs = zip(torch.autograd.grad(found, x, g), torch.autograd.grad(right, x, g), strict=True)
+        for a, b in pairs:
+            same(a, b)
+    assert count.frame_count == 1
+
+
+@pytest.mark.parametrize("kind", ["range", "list", "tensor"])
+def test_compiled_positions(kind: str) -> None:
+    """Of a map that is made outside, and told within the graph where rows stand."""
+    cosformer = feature_maps.cosformer(131)
+    make = {"range": range, "list": lambda n: list(range(n)), "tensor": torch.arange}[kind]
+
+    def f(q: Any, k: Any, v: Any) -> Any:
+        return linear_attention(q, k, v, cosformer.at(make(q.shape[-2])), causal=True)
+
+    g = compiled(f)
+    for n in (37, 13):
+        x = inputs(n, (2,), n, 5, 7, grad=True)
+        same(g(*x), f(*x))
+
+
+def test_compiled_states_of_families() -> None:
+    """Under a name the map is made within the graph, and equal to the state's."""
+    name = "favor(features=16, seed=1)"
+
+    def f(q: Any, k: Any, v: Any, state: Any) -> Any:
+        return linear_attention(q, k, v, name, causal=True, state=state, return_state=True)
+
+    past = State.of(*inputs(1, (2,), 37, 5, 7)[1:], name)
+    g = compiled(f)
+    for n in (37, 13):
+        x = inputs(n, (2,), n, 5, 7, grad=True)
+        (found, after), (right, expected) = g(*x, past), f(*x, past)
+        same(found, right)
+        same(after.kv, expected.kv)
+        same(after.log_scale, expected.log_scale)
+        assert after.feature_map == past.feature_map
+
+
+def test_directions_are_drawn_where_the_graph_runs() -> None:
+    """They stand in it as an operator, by their seed; the numbers don't."""
+    made = torch.export.export(Favor(), inputs(1, (2, 3), 37, 5, 7), dynamic_shapes=AXES)
+    assert "linattn.directions" in made.graph_module.code
+    assert not made.constants
+    assert all(b.numel() < 2 for b in made.state_dict.values())
+    for n in (1, 13):
+        x = inputs(n, (2, 3), n, 5, 7, grad=True)
+        same(made.module()(*x), Favor()(*x))
+    torch.library.opcheck(
+        torch.ops.linattn.directions.default, (3, 11, 5, True),
+        {"dtype": torch.float32, "device": torch.device("cpu")},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["taylor", "polynomial_sketch(features=8)"])
+def test_families_that_break_the_graph(name: str) -> None:
+    """Closed forms, and a sketch whose constants NumPy draws; without `fullgraph` they serve."""
+    torch._dynamo.reset()
+    f = lambda q, k, v: linear_attention(q * 2, k, v, name, causal=True) + 1  # noqa: E731
+    x = inputs(1, (2,), 13, 5, 7)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):
+        torch.compile(f, fullgraph=True, backend="eager")(*x)
+    same(torch.compile(f, backend="eager")(*x), f(*x))
+
+
 @pytest.mark.slow
 def test_compiled_by_inductor() -> None:
     torch._dynamo.reset()
@@ -115,15 +227,8 @@ def test_compiled_before_the_front_end_was_imported() -> None:
     assert run.returncode == 0, run.stderr
 
 
-class Module(torch.nn.Module):
-    def forward(self, q: Any, k: Any, v: Any) -> Any:
-        return linear_attention(q, k, v, causal=True)
-
-
 def test_export_with_a_length_that_varies() -> None:
-    n = torch.export.Dim("n")
-    axes = ({2: n},) * 3
-    made = torch.export.export(Module(), inputs(1, (2, 3), 37, 5, 7), dynamic_shapes=axes)
+    made = torch.export.export(Module(), inputs(1, (2, 3), 37, 5, 7), dynamic_shapes=AXES)
     assert "linattn.attend" in made.graph_module.code
     for length in (1, 13, 131):
         x = inputs(length, (2, 3), length, 5, 7)

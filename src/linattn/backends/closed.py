@@ -11,23 +11,34 @@ Scores and products are computed in the precision of the inputs, at least float3
 what blocks give is added up in float64. A row that leaves float32's range on the way is computed
 again in float64, by itself, so that no row's bits depend on another.
 
-As in `array`, the namespace is that of the arrays, and the arguments are checked ones.
+The arrays are NumPy's, and the arguments checked ones. All blocks of a call are computed in the
+same memory: arrays of their size that NumPy makes and drops go back to the system each time, and
+the page faults of the next block took three quarters of a call. Memory that isn't large stays for
+the next call of the thread: the faults of a short one take longer than its arithmetic, too.
 """
 
 from __future__ import annotations
 
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from ..feature_maps import FeatureMap, cast, namespace
+import numpy as np
+
+from ..feature_maps import FeatureMap, cast
 from .array import _at, _grouped, _indices, _quiet, _zeros
 
-__all__ = ["attend"]
+__all__ = ["absorb", "attend"]
 
 Array = Any
-Sums = tuple[Any, Any, Any]
 
 ROWS = 256  # queries in a block, and positions in a chunk
 KEYS = 512  # keys that meet them
+KEPT = 1 << 24  # bytes of memory for blocks that a thread keeps for its next call
+
+_spare = threading.local()
 
 
 def attend(
@@ -41,7 +52,7 @@ def attend(
     cu_seqlens: Array | None,
     enable_gqa: bool,
     normalize: bool,
-    state: Sums | None,
+    state: tuple[Any, Any, Any] | None,
     return_state: bool,
     order: str,
     out: Array,
@@ -51,7 +62,6 @@ def attend(
     As `array.attend`, but q and k are those before the map, and `order` means the causal form too:
     "quadratic" makes one chunk of all positions, which needs no state.
     """
-    xp = namespace(q)
     groups, held = 1, out.shape[:-2]  # held: the batch shape of keys
     if enable_gqa:
         heads = max(k.shape[-3], v.shape[-3], 1 if state is None else state[0].shape[-3])
@@ -61,14 +71,15 @@ def attend(
     else:
         q, filled = q[..., None, :, :], out[..., None, :, :]
     past = () if state is None else state[0].shape[(1 if cu_seqlens is not None else 0) : -2]
-    held_by_state = xp.broadcast_shapes(k.shape[:-2], v.shape[:-2], past)
+    held_by_state = np.broadcast_shapes(k.shape[:-2], v.shape[:-2], past)
     bounds = [0, q.shape[-2]] if cu_seqlens is None else [int(b) for b in cu_seqlens]
     D, d_v = found.width(k.shape[-1]), v.shape[-1]
     new = None
     if return_state:
-        new = _zeros(xp, (len(bounds) - 1, *held_by_state), D, d_v, False)  # type: ignore[arg-type]
+        new = _zeros(np, (len(bounds) - 1, *held_by_state), D, d_v, False)  # type: ignore[arg-type]
     linear = order == "linear"
-    with _quiet(xp):
+    with _quiet(np), _memory() as arrays:
+        work = _Work(found, q.dtype, arrays)
         for i in range(len(bounds) - 1):
             rows = slice(bounds[i], bounds[i + 1])
             keys = slice(None) if cu_seqlens is None else rows
@@ -77,31 +88,30 @@ def attend(
                 before = _at(state, i)
             for at in _indices(held):
                 mask = None if key_mask is None else _pick(key_mask, at, 1)[keys]
-                sums = None
-                if linear:
-                    sums = _start(xp, before, at, D, d_v)
+                sums = _start(work, before, at, D, d_v) if linear else None  # type: ignore[arg-type]
                 seen = state is not None
                 ks, vs = _pick(k, at, 2)[keys], _pick(v, at, 2)[keys]
                 qs = [_pick(q, (*at, g), 2)[rows] for g in range(groups)]
                 targets = [filled[(*at, g)][rows] for g in range(groups)]
                 if causal:
-                    _causal(xp, found, sums, seen, qs, ks, vs, mask, eps, normalize, targets,
+                    _causal(work, sums, seen, qs, ks, vs, mask, eps, normalize, targets,
                             return_state)  # fmt: skip
-                elif linear:
-                    _absorb(xp, found, sums, ks, vs, mask, 0, ks.shape[-2])
+                elif sums is not None:
+                    _absorb(work, sums, ks, vs, mask, 0, ks.shape[-2])
+                    narrow = _narrow(work, sums)
                     for x, target in zip(qs, targets, strict=True):
-                        _query(xp, found, sums, x, eps, normalize, target)
+                        _query(work, sums, narrow, x, eps, normalize, target)
                 else:
                     for x, target in zip(qs, targets, strict=True):
-                        _quadratic(xp, found, x, ks, vs, mask, eps, normalize, target)
+                        _quadratic(work, x, ks, vs, mask, eps, normalize, target)
                 if new is not None and sums is not None:
                     lead = len(held_by_state)
                     own = tuple(
                         p if size > 1 else 0
                         for p, size in zip(at[len(at) - lead :], held_by_state, strict=True)
                     )
-                    new[0][(i, *own)] = sums[0]
-                    new[1][(i, *own)] = sums[1]
+                    new[0][(i, *own)] = sums.kv
+                    new[1][(i, *own)] = sums.k_sum
     if new is None:
         return out
     if cu_seqlens is None:
@@ -109,43 +119,144 @@ def attend(
     return (out, *new)
 
 
-# One head of one sequence: q (n_q, d_k), k (n_k, d_k), v (n_k, d_v); sums: [kv, k_sum], changed
+def absorb(
+    kv: Array, k_sum: Array, k: Array, v: Array, found: FeatureMap, key_mask: Array | None
+) -> None:
+    """kv (*batch, D, d_v) += phi(k)^T v, k_sum (*batch, D) += phi(k)^T 1, in place.
+
+    As `array.absorb`, but k is that before the map. Keys that all elements of an axis share are
+    mapped once.
+    """
+    masked = () if key_mask is None else key_mask.shape[:-1]
+    own = np.broadcast_shapes(k.shape[:-2], v.shape[:-2], masked)
+    with _quiet(np), _memory() as arrays:
+        work = _Work(found, k.dtype, arrays)
+        for at in _indices(own):
+            to = (..., *(i if size > 1 else slice(None) for i, size in zip(at, own, strict=True)))
+            target = (kv[(*to, slice(None), slice(None))], k_sum[(*to, slice(None))])
+            sums = _Sums(*target, target)
+            mask = None if key_mask is None else _pick(key_mask, at, 1)
+            _absorb(work, sums, _pick(k, at, 2), _pick(v, at, 2), mask, 0, k.shape[-2])
+
+
+@contextmanager
+def _memory() -> Iterator[dict[Any, Array]]:
+    """What the thread's last call has left; a call inside a call finds nothing."""
+    arrays = vars(_spare).pop("arrays", {})
+    yield arrays
+    if sum(x.nbytes for x in arrays.values()) <= KEPT:
+        _spare.arrays = arrays
+
+
+class _Work:
+    """What the blocks of a call have in common: the map, their precision, and their memory.
+
+    dtype: float64 where the inputs are, else float32; `exact` is the same in float64
+    """
+
+    def __init__(self, found: FeatureMap, dtype: Any, arrays: dict[Any, Array]) -> None:
+        self.found = found
+        self.dtype = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+        self._arrays = arrays
+        self.exact = self
+        if self.dtype != np.float64:
+            self.exact = _Work(found, np.float64, arrays)
+
+    def array(self, name: str, *shape: int, dtype: Any = None) -> Array:
+        """An array whose memory is that of the last one of this name, and holds anything."""
+        size, key = math.prod(shape), (name, np.dtype(dtype or self.dtype))
+        held = self._arrays.get(key)
+        if held is None or held.size < size:
+            held = self._arrays[key] = np.empty(size, key[1])
+        return held[:size].reshape(shape)
+
+    def prepared(self, x: Array) -> Array:
+        return self.found.prepare(cast(x, self.dtype))
+
+    def features(self, x: Array, D: int) -> Array:
+        """phi(x): (n, D), and feature by feature in memory."""
+        out = self.array("features", D, x.shape[0]).T
+        self.found.project_into(cast(x, self.dtype), out)
+        return out
+
+    def scores(self, left: Array, k: Array) -> Array:
+        """phi(q) . phi(k) from the prepared rows of q."""
+        shape = (left.shape[0], k.shape[0])
+        t, out = self.array("t", *shape), self.array("scores", *shape)
+        self.found.kappa_into(np.matmul(left, self.prepared(k).T, out=t), out)
+        return out
+
+    def values(self, v: Array, mask: Array | None) -> Array:
+        """Some values, 0 where masked; v itself where it is that already."""
+        if mask is None and v.dtype == self.dtype:
+            return v
+        out = self.array("values", *v.shape)
+        out[...] = v
+        if mask is not None:  # replaced, not multiplied: what stands there may be NaN
+            out[~mask] = 0
+        return out
+
+    def product(self, name: str, a: Array, b: Array) -> Array:
+        return np.matmul(a, b, out=self.array(name, a.shape[0], b.shape[1]))
+
+    def total(self, a: Array) -> Array:
+        """Sums of rows, as a product: NumPy's own take longer."""
+        return a @ np.ones((a.shape[1], 1), self.dtype)
+
+    def zeros(self, rows: int, d_v: int) -> tuple[Array, Array]:
+        """Numerators and denominators."""
+        num = self.array("num", rows, d_v, dtype=np.float64)
+        num[...] = 0
+        return num, np.zeros((rows, 1))
+
+
+class _Sums:
+    """kv (D, d_v) and k_sum (D,) before some keys, and where those after them are to be."""
+
+    def __init__(self, kv: Array, k_sum: Array, to: tuple[Array, ...]) -> None:
+        self.kv, self.k_sum = kv, k_sum
+        self._to = to
+
+    def add(self, kv: Array, k_sum: Array) -> None:
+        self.kv = np.add(self.kv, kv, out=self._to[0])
+        self.k_sum = np.add(self.k_sum, k_sum, out=self._to[1])
+
+
+# One head of one sequence: q (n_q, d_k), k (n_k, d_k), v (n_k, d_v)
 
 
 def _quadratic(
-    xp: Any, found: FeatureMap, q: Array, k: Array, v: Array, mask: Array | None, eps: float,
-    normalize: bool, target: Array,
+    work: _Work, q: Array, k: Array, v: Array, mask: Array | None, eps: float, normalize: bool,
+    target: Array,
 ) -> None:  # fmt: skip
-    work = _work(xp, q)
     for a in range(0, q.shape[0], ROWS):
         rows = q[a : a + ROWS]
 
-        def parts(work: Any, rows: Array = rows) -> tuple[Array, Array]:
-            left = found.prepare(cast(rows, work))
-            num: Array = xp.zeros((rows.shape[0], v.shape[-1]), dtype=xp.float64)
-            den: Array = xp.zeros((rows.shape[0], 1), dtype=xp.float64)
+        def parts(work: _Work, rows: Array = rows) -> tuple[Array, Array]:
+            left = work.prepared(rows)
+            num, den = work.zeros(rows.shape[0], v.shape[-1])
             for c in range(0, k.shape[0], KEYS):
-                num, den = _meet(xp, found, work, left, k, v, mask, c, c + KEYS, num, den)
+                _meet(work, left, k, v, mask, c, c + KEYS, num, den)
             return num, den
 
-        _finish(xp, work, parts, eps, normalize, target[a : a + ROWS])
+        _finish(work, parts, eps, normalize, target[a : a + ROWS])
 
 
 def _meet(
-    xp: Any, found: FeatureMap, work: Any, left: Array, k: Array, v: Array, mask: Array | None,
-    c: int, d: int, num: Array, den: Array,
-) -> tuple[Array, Array]:  # fmt: skip
+    work: _Work, left: Array, k: Array, v: Array, mask: Array | None, c: int, d: int, num: Array,
+    den: Array,
+) -> None:  # fmt: skip
     """The keys c:d, which all rows see, added to the sums of rows."""
-    scores = found.kappa(left @ found.prepare(cast(k[c:d], work)).swapaxes(-1, -2))
-    values = cast(v[c:d], work)
-    if mask is not None:  # replaced, not multiplied: what stands there may be NaN
-        scores = xp.where(mask[None, c:d], scores, 0)
-        values = xp.where(mask[c:d, None], values, 0)
-    return num + scores @ values, den + scores.sum(-1)[..., None]
+    scores = work.scores(left, k[c:d])
+    if mask is not None:
+        mask = mask[c:d]
+        np.copyto(scores, 0, where=~mask)
+    num += work.product("part", scores, work.values(v[c:d], mask))
+    den += work.total(scores)
 
 
 def _causal(
-    xp: Any, found: FeatureMap, sums: Any, seen: bool, qs: list[Array], k: Array, v: Array,
+    work: _Work, sums: _Sums | None, seen: bool, qs: list[Array], k: Array, v: Array,
     mask: Array | None, eps: float, normalize: bool, targets: list[Array], wanted: bool,
 ) -> None:  # fmt: skip
     """Chunk by chunk; without sums all earlier positions meet the rows of a chunk instead.
@@ -153,140 +264,154 @@ def _causal(
     seen: whether the sums hold keys already; wanted: whether they're asked for in the end
     """
     n = k.shape[0]
-    work = _work(xp, k)
     for a in range(0, n, ROWS):
         b = min(a + ROWS, n)
-        past = sums is not None and (seen or a > 0)
-        narrow = cast(sums[0], work) if past else None
+        narrow = None
+        if sums is not None and (seen or a > 0):
+            narrow = _narrow(work, sums)
         for q, target in zip(qs, targets, strict=True):
             rows = q[a:b]
 
             def parts(
-                work: Any, rows: Array = rows, narrow: Array = narrow, a: int = a, b: int = b
+                own: _Work, rows: Array = rows, narrow: Any = narrow, a: int = a, b: int = b
             ) -> tuple[Array, Array]:
-                rows = cast(rows, work)
-                left = found.prepare(rows)
-                if narrow is not None:
-                    phi = found.project(rows)  # type: ignore[misc]
-                    kv = narrow if narrow.dtype == phi.dtype else sums[0]
-                    num: Array = phi @ kv
-                    den: Array = phi @ cast(sums[1], phi.dtype)[:, None]
-                    num, den = cast(num, xp.float64), cast(den, xp.float64)
-                else:
-                    num = xp.zeros((b - a, v.shape[-1]), dtype=xp.float64)
-                    den = xp.zeros((b - a, 1), dtype=xp.float64)
-                    for c in range(0, a if sums is None else 0, KEYS):
-                        d = min(c + KEYS, a)
-                        num, den = _meet(xp, found, work, left, k, v, mask, c, d, num, den)
-                return _diagonal(xp, found, work, left, k, v, mask, a, b, num, den)
+                num, den = own.zeros(b - a, v.shape[-1])
+                if narrow is not None and sums is not None:
+                    past = narrow if own is work else (sums.kv, sums.k_sum)
+                    phi = own.features(rows, past[0].shape[0])
+                    num += own.product("part", phi, past[0])
+                    den += own.product("part of den", phi, past[1][:, None])
+                left = own.prepared(rows)
+                for c in range(0, a if sums is None else 0, KEYS):
+                    _meet(own, left, k, v, mask, c, min(c + KEYS, a), num, den)
+                _diagonal(own, left, k[a:b], v[a:b], None if mask is None else mask[a:b], num, den)
+                return num, den
 
-            _finish(xp, work, parts, eps, normalize, target[a:b])
+            _finish(work, parts, eps, normalize, target[a:b])
         if sums is not None and (wanted or b < n):
-            _absorb(xp, found, sums, k, v, mask, a, b)
+            _absorb(work, sums, k, v, mask, a, b)
 
 
 def _diagonal(
-    xp: Any, found: FeatureMap, work: Any, left: Array, k: Array, v: Array, mask: Array | None,
-    a: int, b: int, num: Array, den: Array,
-) -> tuple[Array, Array]:  # fmt: skip
-    """The positions a:b of a chunk, each row with the keys up to its own.
+    work: _Work, left: Array, k: Array, v: Array, mask: Array | None, num: Array, den: Array
+) -> None:
+    """The positions of a chunk, each row with the keys up to its own, added to the sums of rows.
 
     A score above the diagonal is 0, but 0 times an infinite value is NaN: values stay out of the
     product until the row is reached that may see them. A product with a part of them left out is
     to the bit what it would be if they were finite.
     """
-    row = xp.arange(b - a)
-    under = row[:, None] >= row[None, :]
-    values = cast(v[a:b], work)
+    size = k.shape[0]
+    row = np.arange(size)
+    hidden = row[:, None] < row[None, :]
     if mask is not None:
-        under = under & mask[None, a:b]
-        values = xp.where(mask[a:b, None], values, 0)
-    scores = found.kappa(left @ found.prepare(cast(k[a:b], work)).swapaxes(-1, -2))
-    scores = xp.where(under, scores, 0)
-    den = den + scores.sum(-1)[..., None]
-    bad = ~xp.isfinite(values).all(-1)
-    if not bool(bad.any()):
-        return num + scores @ values, den
-    cuts = [0, *(int(r) for r in xp.nonzero(bad)[0]), b - a]
-    whole = num
+        hidden |= ~mask
+    scores = work.scores(left, k)
+    np.copyto(scores, 0, where=hidden)
+    den += work.total(scores)
+    values = work.values(v, mask)
+    bad = ~np.isfinite(values).all(-1)
+    if not bad.any():
+        num += work.product("part", scores, values)
+        return
+    cuts = [0, *np.nonzero(bad)[0], size]
     for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
         if start == stop:
             continue
-        part = num + scores @ xp.where((row < stop)[:, None], values, 0)
-        whole = xp.where(((row >= start) & (row < stop))[:, None], part, whole)
-    return whole, den
+        seen = np.where((row < stop)[:, None], values, 0)
+        num[start:stop] += work.product("part", scores, seen)[start:stop]
 
 
 def _absorb(
-    xp: Any, found: FeatureMap, sums: Any, k: Array, v: Array, mask: Array | None, a: int, b: int
+    work: _Work, sums: _Sums, k: Array, v: Array, mask: Array | None, a: int, b: int
 ) -> None:
     """sums += those of the positions a:b."""
+    D = sums.k_sum.shape[-1]
     for c in range(a, b, ROWS):
         d = min(c + ROWS, b)
-        kv, k_sum = _sums(xp, found, _work(xp, k), k[c:d], v[c:d], mask, c, d)
-        if not bool(xp.isfinite(kv).all() & xp.isfinite(k_sum).all()):
-            kv, k_sum = _sums(xp, found, xp.float64, k[c:d], v[c:d], mask, c, d)
-        sums[0] = sums[0] + kv
-        sums[1] = sums[1] + k_sum
+        here = None if mask is None else mask[c:d]
+        kv, k_sum = _sums(work, k[c:d], v[c:d], here, D)
+        if work is not work.exact and not (_finite(kv) and _finite(k_sum)):
+            kv, k_sum = _sums(work.exact, k[c:d], v[c:d], here, D)
+        sums.add(kv, k_sum)
 
 
-def _sums(
-    xp: Any, found: FeatureMap, work: Any, k: Array, v: Array, mask: Array | None, c: int, d: int
-) -> tuple[Array, Array]:
-    phi, values = found.project(cast(k, work)), cast(v, work)  # type: ignore[misc]
+def _sums(work: _Work, k: Array, v: Array, mask: Array | None, D: int) -> tuple[Array, Array]:
+    phi = work.features(k, D).T
     if mask is not None:
-        phi, values = (xp.where(mask[c:d, None], x, 0) for x in (phi, values))
-    return phi.swapaxes(-1, -2) @ values, phi.sum(-2)
+        np.copyto(phi, 0, where=~mask)
+    return work.product("sums", phi, work.values(v, mask)), work.total(phi)[:, 0]
+
+
+def _finite(x: Array) -> bool:
+    """Whether all numbers are, without an array of answers."""
+    return not x.size or bool(np.isfinite(x.min()) and np.isfinite(x.max()))
 
 
 def _query(
-    xp: Any, found: FeatureMap, sums: Any, q: Array, eps: float, normalize: bool, target: Array
+    work: _Work, sums: _Sums, narrow: Any, q: Array, eps: float, normalize: bool, target: Array
 ) -> None:
-    work = _work(xp, q)
-    kv, k_sum = cast(sums[0], work), cast(sums[1], work)[:, None]
     for a in range(0, q.shape[0], ROWS):
         rows = q[a : a + ROWS]
 
-        def parts(again: Any, rows: Array = rows) -> tuple[Array, Array]:
-            phi = found.project(cast(rows, again))  # type: ignore[misc]
-            if again == work:
-                return phi @ kv, phi @ k_sum
-            return phi @ sums[0], phi @ sums[1][:, None]
+        def parts(own: _Work, rows: Array = rows) -> tuple[Array, Array]:
+            kv, k_sum = narrow if own is work else (sums.kv, sums.k_sum)
+            phi = own.features(rows, kv.shape[0])
+            num, den = own.zeros(rows.shape[0], kv.shape[1])
+            num += own.product("part", phi, kv)
+            den += own.product("part of den", phi, k_sum[:, None])
+            return num, den
 
-        _finish(xp, work, parts, eps, normalize, target[a : a + ROWS])
+        _finish(work, parts, eps, normalize, target[a : a + ROWS])
 
 
-def _finish(xp: Any, work: Any, parts: Any, eps: float, normalize: bool, target: Array) -> None:
+def _narrow(work: _Work, sums: Any) -> tuple[Array, Array]:
+    """The sums in the precision of blocks."""
+    if work is work.exact:
+        return sums.kv, sums.k_sum
+    kv, k_sum = work.array("kv", *sums.kv.shape), work.array("k_sum", *sums.k_sum.shape)
+    kv[...], k_sum[...] = sums.kv, sums.k_sum
+    return kv, k_sum
+
+
+def _finish(
+    work: _Work, parts: Callable[[_Work], tuple[Array, Array]], eps: float, normalize: bool,
+    target: Array,
+) -> None:  # fmt: skip
     """num / (den + eps) of some rows; those that aren't finite once more in float64."""
-    num, den = parts(work)
-    result = _ratio(xp, num, den, eps, normalize)
-    if work != xp.float64:
-        bad = ~xp.isfinite(result).all(-1)
-        if bool(bad.any()):
-            num, den = parts(xp.float64)
-            again = _ratio(xp, num, den, eps, normalize)
-            result = xp.where(bad[..., None], again, result)
+    result = _ratio(*parts(work), eps, normalize)
     target[...] = result
+    if work is not work.exact:
+        bad = ~np.isfinite(result).all(-1)
+        if bad.any():
+            target[bad] = _ratio(*parts(work.exact), eps, normalize)[bad]
 
 
-def _ratio(xp: Any, num: Array, den: Array, eps: float, normalize: bool) -> Array:
-    num = cast(num, xp.float64)
+def _ratio(num: Array, den: Array, eps: float, normalize: bool) -> Array:
+    """In the memory of num."""
     if not normalize:
         return num
-    den = cast(den, xp.float64) + eps
+    den += eps
     zero = den == 0
-    return xp.where(zero, 0.0, num / xp.where(zero, 1.0, den))
+    np.divide(num, np.where(zero, 1.0, den), out=num)
+    np.copyto(num, 0, where=zero)
+    return num
 
 
-def _work(xp: Any, x: Array) -> Any:
-    return xp.float64 if x.dtype == xp.float64 else xp.float32
-
-
-def _start(xp: Any, before: Sums | None, at: tuple[int, ...], D: Any, d_v: int) -> list[Array]:
-    """The sums before this call, to be added to."""
+def _start(
+    work: _Work, before: tuple[Any, ...] | None, at: tuple[int, ...], D: int, d_v: int
+) -> _Sums:
+    """The sums before this call."""
     if before is None:
-        return [xp.zeros((D, d_v), dtype=xp.float64), xp.zeros((D,), dtype=xp.float64)]
-    return [_pick(before[0], at, 2), _pick(before[1], at, 1)]
+        zero = np.zeros(1)  # of many shapes, and no memory
+        kv, k_sum = np.broadcast_to(zero, (D, d_v)), np.broadcast_to(zero, (D,))
+    else:
+        kv, k_sum = _pick(before[0], at, 2), _pick(before[1], at, 1)
+    own = tuple(
+        work.array(f"state's {name}", *x.shape, dtype=np.float64)
+        for name, x in (("kv", kv), ("k_sum", k_sum))
+    )
+    return _Sums(kv, k_sum, own)
 
 
 def _pick(x: Array, at: tuple[int, ...], tail: int) -> Array:

@@ -150,6 +150,20 @@ class FeatureMap:
         """phi(q) . phi(k) from t = prepare(q) . prepare(k), number by number."""
         raise NotImplementedError(f"{self.name} has no closed form")
 
+    def project_into(self, x: Array, out: Array) -> None:
+        """`project` of NumPy's x (n, d_k) into memory that is there: out (n, D).
+
+        This and `kappa_into` are for maps with a closed form, whose blocks follow one another in
+        the same memory; a map that defines neither works all the same. out is in at least float32,
+        and its columns are contiguous.
+        """
+        assert self.project is not None
+        out[...] = self.project(x)
+
+    def kappa_into(self, t: Array, out: Array) -> None:
+        """`kappa` of NumPy's t into out; t may be written over."""
+        out[...] = self.kappa(t)
+
     def __call__(self, x: Array) -> Array:
         """phi(x): ``(..., d_k) -> (..., D)``."""
         y = x if self.project is None else self.project(x)
@@ -290,6 +304,9 @@ def _alike(a: Any, b: Any) -> bool:
     """Equal, arrays by shape and by number."""
     if a is b:
         return True
+    # Numbers before a look for a shape, which torch.compile can't ask of one that is a symbol.
+    if isinstance(a, (int, float)) and isinstance(b, (int, float)):
+        return isinstance(a, float) == isinstance(b, float) and a == b
     if hasattr(a, "shape") or hasattr(b, "shape"):
         if type(a) is not type(b) or a.shape != b.shape or a.dtype != b.dtype:
             return False
@@ -327,11 +344,8 @@ def constant(xp: Any, values: Any, like: Array) -> Array:
     """Numbers as an array of the library, dtype and device of another."""
     if type(values) is type(like) and values.dtype == like.dtype:
         return values
-    if hasattr(like, "requires_grad"):  # torch
-        if hasattr(values, "requires_grad"):
-            return values.to(device=like.device, dtype=like.dtype)
-        return xp.tensor(values, dtype=like.dtype, device=like.device)
-    return xp.asarray(values, dtype=like.dtype)
+    front = fronts.front(like)
+    return xp.asarray(values, dtype=like.dtype) if front is None else front.constant(values, like)
 
 
 def concatenate(xp: Any, parts: list[Array]) -> Array:
@@ -450,8 +464,9 @@ def get(feature_map: str | FeatureMap | Callable[[Array], Array] | None = None) 
     if isinstance(feature_map, FeatureMap):
         return feature_map
     if isinstance(feature_map, str):
-        if feature_map in _FAMILIES:  # torch.compile can follow this, and not the parser
-            return _FAMILIES[feature_map]()
+        kind = _FAMILIES.get(feature_map)
+        if kind is not None and not kind.learned:
+            return kind()
         return _BY_NAME.get(feature_map) or _parsed(feature_map)
     if isinstance(feature_map, type) and issubclass(feature_map, Family):
         return feature_map()
@@ -466,6 +481,20 @@ def get(feature_map: str | FeatureMap | Callable[[Array], Array] | None = None) 
 
 def _parsed(name: str) -> FeatureMap:
     """The map of a family: ``label`` or ``label(parameter=value, ...)`` with literal values."""
+    label, given, named = said(name)
+    try:
+        return _FAMILIES[label](*given, **dict(named))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"feature_map: expected values that {label} takes, got {name!r}: {error}"
+        ) from None
+
+
+def said(name: str) -> tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]:
+    """A family's label, and the parameters in a name: by position, and by keyword.
+
+    They are literals, as a compiler may take what is said here for a constant.
+    """
     call = re.fullmatch(r"(\w+)(?:\((.*)\))?", name.strip(), re.DOTALL)
     kind = _FAMILIES.get(call[1]) if call else None
     if call is None or kind is None:
@@ -473,16 +502,40 @@ def _parsed(name: str) -> FeatureMap:
             f"feature_map: expected one of {', '.join(map(repr, catalogue()))} or a callable, "
             f"got {name!r}"
         )
+    label = kind.label
+    if kind.learned:
+        raise ValueError(
+            f"feature_map: expected {label} as a FeatureMap, as its weights are arrays, got the "
+            f"name {name!r}; pass linattn.feature_maps.{label}(weight)"
+        )
+    takes = [f.name for f in fields(kind) if f.init]
+    all_of_them = ", ".join(takes) or "none"
     try:
         node = ast.parse(f"f({call[2] or ''})", mode="eval").body
         assert isinstance(node, ast.Call)
-        given = [ast.literal_eval(value) for value in node.args]
-        named = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
-        return kind(*given, **named)
-    except (AssertionError, SyntaxError, TypeError, ValueError) as error:
-        takes = ", ".join(f.name for f in fields(kind) if f.init)
-        reason = "" if isinstance(error, AssertionError) else f": {error}"
+        given = tuple(ast.literal_eval(value) for value in node.args)
+        named = tuple((str(k.arg), ast.literal_eval(k.value)) for k in node.keywords)
+    except (AssertionError, SyntaxError, TypeError, ValueError):
         raise ValueError(
-            f"feature_map: expected {kind.label}(...) with numbers for {takes or 'nothing'}, got "
-            f"{name!r}{reason}"
+            f"feature_map: expected {label}(parameter=value, ...), each value a literal, got "
+            f"{name!r}; the parameters are {all_of_them}"
         ) from None
+    if len(given) > len(takes):
+        raise ValueError(
+            f"feature_map: expected at most {len(takes)} values for {label}, got {len(given)} in "
+            f"{name!r}; the parameters are {all_of_them}"
+        )
+    known = takes[: len(given)]
+    for word, _ in named:
+        if word not in takes:
+            raise ValueError(
+                f"feature_map: expected parameters of {label} among {all_of_them}, got {word!r} in "
+                f"{name!r}; rename it or leave it out"
+            )
+        if word in known:
+            raise ValueError(
+                f"feature_map: expected each parameter of {label} once, got {word!r} twice in "
+                f"{name!r}; leave one out"
+            )
+        known.append(word)
+    return label, given, named

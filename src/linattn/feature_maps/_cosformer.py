@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .. import fronts
 from ._base import Array, Family, concatenate, constant, namespace, wide
 
 __all__ = ["Cosformer"]
@@ -82,12 +83,15 @@ class Cosformer(Family, label="cosformer"):
                 "feature_map.at(range(n)), or state.at(positions) for a state"
             )
         where = constant(xp, self.positions, x)
-        if where.shape[-1:] not in ((1,), (x.shape[-2],)):
+        # torch.compile compares a length that is a symbol only by itself, not in a tuple.
+        if not where.ndim or (where.shape[-1] != 1 and where.shape[-1] != x.shape[-2]):
             raise ValueError(
                 f"positions: expected one for each of {x.shape[-2]} rows, got shape "
                 f"{tuple(where.shape)}"
             )
-        if not bool(((where >= 0) & (where <= self.length)).all()):
+        front = fronts.front(where)
+        readable = front is None or front.readable(where)  # not where it is traced
+        if readable and not bool(((where >= 0) & (where <= self.length)).all()):
             raise ValueError(
                 f"positions: expected 0 to length = {self.length}, beyond which weights would be "
                 "negative; make the map with a larger length"

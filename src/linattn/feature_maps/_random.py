@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from .. import fronts
 from ._base import Affine, Array, Family, concatenate, constant, namespace, wide, with_sign
 
 __all__ = ["Favor", "PerformerRelu", "ReluRandom", "Rfa", "directions", "scaled"]
@@ -119,8 +120,11 @@ class Drawn(Family):
 
     def drawn(self, xp: Any, like: Array) -> Array:
         """The directions as columns: (d_k, number of them)."""
-        w = directions(self.seed, self.count, like.shape[-1], self.orthogonal)
-        return constant(xp, w.T, like)
+        drawn = (self.seed, self.count, like.shape[-1], self.orthogonal)
+        front = fronts.front(like)
+        if front is not None:  # whose compiler can't follow NumPy's draw
+            return front.directions(*drawn, like)
+        return constant(xp, directions(*drawn).T, like)
 
 
 @dataclass(frozen=True, repr=False, eq=False)

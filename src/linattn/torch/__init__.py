@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from . import _maps
+from . import _arguments, _maps, _ops
 from ._attention import linear_attention, softmax_attention
 from ._layers import LinearAttention
 from ._learned import hedgehog, performer_learned, t2r
@@ -32,6 +32,10 @@ class front:
 
         wide = x if x.dtype == float64 else x.to(float32)
         return _maps.apply(kernel, wide).to(x.dtype)
+
+    constant = staticmethod(_arguments.constant)
+    directions = staticmethod(_ops.drawn)
+    readable = staticmethod(_arguments.readable)
 
 
 def __dir__() -> list[str]:

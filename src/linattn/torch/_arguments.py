@@ -12,6 +12,7 @@ from .. import _check
 
 __all__ = [
     "FLOATS",
+    "constant",
     "cuts",
     "dtype",
     "fit",
@@ -20,6 +21,7 @@ __all__ = [
     "mask",
     "name_of",
     "promoted",
+    "readable",
     "rows",
     "shape",
 ]
@@ -35,7 +37,13 @@ def dtype(name: str, value: Any) -> torch.dtype:
     """One of the four floating dtypes."""
     if isinstance(value, torch.dtype) and value in FLOATS:
         return value
-    raise _check.unfit_dtype(name, value, f"{name}.to(torch.float32)")
+    raise _unfit(name, value)
+
+
+def _unfit(name: str, value: Any) -> TypeError:
+    if isinstance(value, torch.dtype) and value.is_complex:  # .to() would drop a part and say so
+        return _check.unfit_dtype(name, value, f"{name}.real, or torch.view_as_real({name})")
+    return _check.unfit_dtype(name, value, f"{name}.to(torch.float32)")
 
 
 def promoted(a: torch.dtype, b: torch.dtype) -> torch.dtype:
@@ -54,7 +62,7 @@ def rows(**given: Any) -> tuple[Tensor, ...]:
         if x.layout is not torch.strided:
             raise _check.unfit_layout(name, x.layout)
         if x.dtype not in FLOATS:
-            raise _check.unfit_dtype(name, x.dtype, f"{name}.to(torch.float32)")
+            raise _unfit(name, x.dtype)
         _check.rows(name, shape(x))
     first = next(iter(given.values()))
     if any(x.device != first.device for x in given.values()):
@@ -102,7 +110,7 @@ def cuts(value: Any, n: int) -> Tensor | None:
     if not isinstance(value, Tensor):
         return torch.from_numpy(_check.cu_seqlens(value, n))
     _check.cut_axes(name_of(value.dtype), is_integer(value.dtype), shape(value), n)
-    if not torch.compiler.is_compiling() and _is_readable(value):
+    if readable(value):
         if torch._C._functorch.is_batchedtensor(value):
             raise _check.mapped_cuts()
         # By way of a list, as a transform of torch.func lets no array look into a tensor.
@@ -110,13 +118,26 @@ def cuts(value: Any, n: int) -> Tensor | None:
     return value.to(torch.int64)
 
 
+def constant(values: Any, like: Tensor) -> Tensor:
+    """Numbers of a tensor, an array or a list, of another tensor's dtype and on its device."""
+    if isinstance(values, Tensor):
+        return values.to(device=like.device, dtype=like.dtype)
+    # A copy, as torch warns of arrays that can't be written; one that is traced is a tensor.
+    make = torch.as_tensor if torch.compiler.is_compiling() else torch.tensor
+    return make(values, dtype=like.dtype, device=like.device)
+
+
 def is_integer(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
-def _is_readable(x: Tensor) -> bool:
-    """Whether it holds numbers: while torch traces it doesn't."""
-    return type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta"
+def readable(x: Tensor) -> bool:
+    """Whether it holds numbers that may be looked at: while torch traces it doesn't."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) in (Tensor, torch.nn.Parameter)
+        and x.device.type != "meta"
+    )
 
 
 def joint_shape(first: Any, *others: Any) -> tuple[int, ...]:

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from ..feature_maps import EXPONENTIAL, signs
+from ..feature_maps._base import said
 
 __all__ = ["apply", "slope"]
+
+torch.compiler.assume_constant_result(said)  # which parses, what torch.compile can't follow
 
 
 def apply(kernel: str, x: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """The operators `torch.ops.linattn.*`: what torch differentiates, compiles and exports.
 
-They are functional with a fixed number of outputs, but for `absorb_` and `step_`, which declare
-what they change. On a CPU the compiled core computes, on other devices, and where the core
-declines, the composite. Arguments have been checked by `_check`.
+Those of attention are functional with a fixed number of outputs, but for `absorb_` and `step_`,
+which declare what they change. On a CPU the compiled core computes, on other devices, and where the
+core declines, the composite. Arguments have been checked by `_check`. `directions` are what a
+random map draws.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from .. import _check, backends
 from ..feature_maps import EXPONENTIAL
+from ..feature_maps._random import directions as _directions
 from . import _arguments, _composite, _direct
 from ._composite import Sums
 
@@ -23,6 +25,7 @@ __all__ = [
     "attend",
     "attend_backward",
     "backward_cpu",
+    "drawn",
     "gradients",
     "keep",
     "step_",
@@ -53,11 +56,16 @@ _library.define(
     "step_(Tensor(a!) kv, Tensor(b!) k_sum, Tensor(c!)? log_scale, Tensor q, Tensor k, Tensor v, "
     "str feature_map, float eps, bool enable_gqa, bool normalize) -> Tensor"
 )
+_library.define(
+    "directions(SymInt seed, SymInt count, SymInt d, bool orthogonal, *, ScalarType dtype, "
+    "Device device) -> Tensor"
+)
 
 attend = torch.ops.linattn.attend.default
 attend_backward = torch.ops.linattn.attend_backward.default
 absorb_ = torch.ops.linattn.absorb_.default
 step_ = torch.ops.linattn.step_.default
+directions = torch.ops.linattn.directions.default
 
 
 def _sums(kv: Tensor | None, k_sum: Tensor | None, log_scale: Tensor | None) -> Sums | None:
@@ -445,6 +453,31 @@ def _step_fake(*args: Any) -> Tensor:
     return q.new_empty((*_lead(q, held, enable_gqa), q.shape[-2], kv.shape[-1]))
 
 
+# Of feature maps
+
+
+def drawn(seed: int, count: int, d: int, orthogonal: bool, like: Tensor) -> Tensor:
+    """Random directions as columns (d, count), of another tensor's dtype and device.
+
+    NumPy draws them, so that a map is the same for arrays and tensors; torch.compile records that
+    they are to be drawn.
+    """
+    make = directions if torch.compiler.is_compiling() else _columns
+    return make(seed, count, d, orthogonal, dtype=like.dtype, device=like.device)
+
+
+def _columns(
+    seed: int, count: int, d: int, orthogonal: bool, *, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    return torch.tensor(_directions(seed, count, d, orthogonal).T, dtype=dtype, device=device)
+
+
+def _columns_fake(
+    seed: int, count: int, d: int, orthogonal: bool, *, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    return torch.empty((d, count), dtype=dtype, device=device)
+
+
 def _register() -> None:
     for name, everywhere, cpu, fake in (
         ("attend", _attend, _attend_cpu, _attend_fake),
@@ -455,6 +488,8 @@ def _register() -> None:
         _library.impl(name, everywhere, "CompositeExplicitAutograd")
         _library.impl(name, cpu, "CPU")
         torch.library.register_fake(f"linattn::{name}", fake, lib=_library)
+    _library.impl("directions", _columns, "CompositeExplicitAutograd")
+    torch.library.register_fake("linattn::directions", _columns_fake, lib=_library)
     torch.library.register_autograd(
         "linattn::attend", _attend_grad, setup_context=_attend_setup, lib=_library
     )

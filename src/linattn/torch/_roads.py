@@ -17,11 +17,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import _check
-from ..feature_maps import EXPONENTIAL, FeatureMap
+from ..feature_maps import EXPONENTIAL, FeatureMap, polynomial_sketch
 from . import _arguments, _composite, _direct, _eager, _ops
 from ._composite import Sums
 
 __all__ = ["attend", "expanded", "into", "mapped", "transformed"]
+
+_UNTRACED = (polynomial_sketch,)
 
 
 def attend(
@@ -88,7 +90,7 @@ def mapped(
         if D is not None:
             _check.width(tuple(x.shape), D)
         return x, v
-    if torch.compiler.is_compiling() and (found.closed_form or getattr(found, "random", False)):
+    if torch.compiler.is_compiling() and (found.closed_form or isinstance(found, _UNTRACED)):
         made = _untraced(project, x)
     else:
         made = project(x)
@@ -102,7 +104,7 @@ def mapped(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _untraced(project: Callable[[Any], Any], x: Tensor) -> Any:
-    """For maps whose constants NumPy makes, which torch.compile can't follow."""
+    """For maps whose constants NumPy makes within `project`; torch.compile can't follow that."""
     return project(x)
 
 
