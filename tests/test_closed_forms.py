@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import cases
@@ -150,6 +151,38 @@ def test_a_map_that_writes_into_nothing(name: str) -> None:
         else:
             out = linear_attention(q, k, v, plain, order=order)  # type: ignore[arg-type]
             same_bits(out, linear_attention(q, k, v, found, order=order))  # type: ignore[arg-type]
+
+
+def test_memory_of_blocks_is_one_call_s() -> None:
+    """Calls inside a call and calls of several threads; what a large one needed isn't kept."""
+    found = feature_maps.taylor()
+    q, k, v = inputs(11, (), 600, 5, 7, np.float32)
+    orders = ("linear", "quadratic")
+    expected = [linear_attention(q, k, v, found, order=order) for order in orders]  # type: ignore[call-overload]
+
+    class Nested(feature_maps.taylor):  # type: ignore[misc]
+        def prepare(self, x: Array) -> Array:
+            linear_attention(k, q, v, found, order="quadratic")
+            return super().prepare(x)
+
+        def project_into(self, x: Array, out: Array) -> None:
+            super().project_into(x, out)
+            linear_attention(k, q, v, found, order="linear")
+
+    def call(order: str) -> Array:
+        return linear_attention(q, k, v, Nested(), order=order)  # type: ignore[call-overload]
+
+    for _ in range(2):  # the second finds what the first has left
+        for order, right in zip(orders, expected, strict=True):
+            same_bits(call(order), right)
+    with ThreadPoolExecutor(4) as pool:
+        for answers in pool.map(lambda _: [call(order) for order in orders], range(8)):
+            for answer, right in zip(answers, expected, strict=True):
+                same_bits(answer, right)
+    q, k, v = inputs(12, (), 300, 24, 3, np.float64)
+    linear_attention(q, k, v, feature_maps.taylor(4), order="linear")
+    kept = vars(closed._spare).get("arrays", {})
+    assert sum(x.nbytes for x in kept.values()) <= closed.KEPT
 
 
 def test_inputs_keep_their_bits_and_out_is_filled() -> None:
