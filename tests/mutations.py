@@ -797,8 +797,8 @@ MUTANTS = [
         "random features are drawn at each call",
         "fault 20",
         "src/linattn/feature_maps/_random.py",
-        "        w = directions(self.seed, self.count, like.shape[-1], self.orthogonal)\n",
-        "        w = np.random.default_rng().standard_normal((self.count, like.shape[-1]))\n",
+        "drawn = (self.seed, self.count",
+        "drawn = (np.random.randint(1 << 30), self.count",
         torch("faults", "20_random_features_are_drawn_once"),
     ),
     Mutant(
