@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import peers
@@ -19,16 +20,21 @@ from _common import (
     ratios,
     seconds,
 )
+from peers import _check
 
 OURS = "linattn"
+QUICK = _check.SHAPE[:2]  # what the check has compiled already serves `--quick` too
 LIMIT = 8192  # positions beyond which softmax attention takes minutes
 SLOWER = 0.97  # of their time: below this we lose, within it nobody knows
 
 
-def load(report: Report, *names: str, gradients: bool = False) -> list[Any]:
-    """Ours and these peers, each checked against the definition; empty without torch."""
-    from peers import _check
+def load(
+    report: Report, *names: str, gradients: bool = False, full_alone: Collection[str] = ()
+) -> list[Any]:
+    """Ours and these peers, each checked against the definition; empty without torch.
 
+    full_alone: those whose causal form takes no part, and is not checked
+    """
     found = []
     for name in ("ours", *names):
         module = peers.load(name)
@@ -38,7 +44,7 @@ def load(report: Report, *names: str, gradients: bool = False) -> list[Any]:
                 return []
             report.note(f"skipped {name}: not installed")
             continue
-        peer = module.PEER
+        peer = replace(module.PEER, causal=None) if name in full_alone else module.PEER
         if name == "sdpa":
             _check.softmax(peer)
         elif name == "ggml":
@@ -88,7 +94,7 @@ def passes(
     if not compared:
         return
     causal = form == "causal"
-    for heads, n in [(2, 128)] if o.quick else cases:
+    for heads, n in [QUICK] if o.quick else cases:
         report.heading(f"{form}, {heads} head{'s' * (heads > 1)} x {n:,}, float32, d = {D}")
         q, k, v = qkv(heads, n, D)
         sides = {

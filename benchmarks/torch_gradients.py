@@ -24,6 +24,7 @@ from _common import (
 )
 
 FULL = ("eager", "compiled", "fast_transformers", "kornia", "performer", "sdpa")
+# Not torch.compile, which compiles that for minutes.
 CAUSAL = ("chunked", "fast_transformers", "performer", "sdpa")
 # Those whose gradients take n x n or n x D x d_v numbers: no further than this many rows of all
 # heads together.
@@ -32,20 +33,19 @@ HEAVY = {"torch SDPA": 8 * 1024, ("causal", "performer-pytorch"): 8 * 1024}
 
 def measure(report: Report, o: Options) -> None:
     names = dict.fromkeys([*FULL, *CAUSAL])
-    everyone = _torch.load(report, *names, gradients=True)
+    everyone = _torch.load(report, *names, gradients=True, full_alone={*FULL} - {*CAUSAL})
     if not everyone:
         return
     cases = [(8, 1024), (8, 8192), (1, 65536)]
     for form in ("full", "causal"):
         causal = form == "causal"
         compared = [peer for peer in everyone if form in peer.forms]
-        for heads, n in [(2, 128)] if o.quick else cases:
+        for heads, n in [_torch.QUICK] if o.quick else cases:
             report.heading(f"{form}, {heads} head{'s' * (heads > 1)} x {n:,}, float32, d = {D}")
             q, k, v = qkv(heads, n, D)
             taken = [
                 peer for peer in compared
                 if heads * n <= HEAVY.get(peer.name, HEAVY.get((form, peer.name), heads * n))
-                and not (causal and peer.name == "torch.compile")  # compiles for minutes
             ]  # fmt: skip
             ours = everyone[0]
             times = race(
