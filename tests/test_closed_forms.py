@@ -256,9 +256,30 @@ def test_memory_of_a_state_does_not_grow() -> None:
             tracemalloc.stop()
 
     state = State.of(np.zeros((1, 64), np.float32), np.zeros((1, 64), np.float32), found)
-    for call in (lambda k: State.of(k, k, found), lambda k: state.absorb(k, k)):
+    out = np.empty((4000, 64), np.float32)
+    for call in (
+        lambda k: State.of(k, k, found),
+        lambda k: state.absorb(k, k),
+        lambda k: state.query(k, out=out[: len(k)]),
+    ):
         assert peak(4000, call) < 1.1 * peak(1000, call)
         assert peak(4000, call) < 0.25 * 4000 * state.D * 4
+
+
+@every_map
+def test_queries_in_blocks(name: str) -> None:
+    """Of grouped heads and leading axes that the state hasn't got, each as by itself."""
+    found, n = MAPS[name], 300
+    state = State.of(normal(1, 3, 9, 3), normal(2, 3, 9, 5), found)
+    q = normal(3, 4, 6, n, 3)
+    for normalize in (True, False):
+        whole = state.query(q, enable_gqa=True, normalize=normalize)
+        few = state.query(q[:2, :, :10], enable_gqa=True, normalize=normalize)  # through the core
+        np.testing.assert_allclose(whole[:2, :, :10], few, rtol=1e-9, atol=1e-12)
+        head = state[1].query(q[3, 2], normalize=normalize)
+        np.testing.assert_array_equal(whole[3, 2], head)
+    with pytest.raises(ValueError, match="features"):
+        state.query(q[..., :2], enable_gqa=True)
 
 
 def test_the_plan_knows() -> None:

@@ -421,6 +421,12 @@ class State:
         if out is not None:
             used = {"q": q, "the state": self.kv, "the state's k_sum": self.k_sum}
             direct = _check.output(out, shape, kind, used)
+        if _in_blocks(self.feature_map, q) and self.feature_map.width(q.shape[-1]) == self.D:
+            result = np.empty(shape, kind) if direct is None else direct
+            closed.query(
+                self.kv, self.k_sum, q, self.feature_map, eps, enable_gqa, normalize, result
+            )
+            return _finished(result, kind, out, direct)
         q, _ = _mapped(self.feature_map, "q", q, None, D=self.D)
         native.know(q.dtype)
         result = backends.query(
@@ -682,9 +688,9 @@ def _empty(batch: tuple[int, ...], D: int, d_v: int, found: FeatureMap) -> array
     )
 
 
-def _in_blocks(found: FeatureMap, k: Array) -> bool:
-    """Whether the features of keys are made a block at a time; of fewer rows, all at once."""
-    return found.closed_form and math.prod(k.shape[:-1]) > closed.ROWS
+def _in_blocks(found: FeatureMap, x: Array) -> bool:
+    """Whether the features of rows are made a block at a time; of fewer rows, all at once."""
+    return found.closed_form and math.prod(x.shape[:-1]) > closed.ROWS
 
 
 def _mapped(

@@ -30,7 +30,7 @@ import numpy as np
 from ..feature_maps import FeatureMap, cast
 from .array import _at, _grouped, _indices, _quiet, _zeros
 
-__all__ = ["absorb", "attend"]
+__all__ = ["absorb", "attend", "query"]
 
 Array = Any
 
@@ -137,6 +137,19 @@ def absorb(
             sums = _Sums(*target, target)
             mask = None if key_mask is None else _pick(key_mask, at, 1)
             _absorb(work, sums, _pick(k, at, 2), _pick(v, at, 2), mask, 0, k.shape[-2])
+
+
+def query(
+    kv: Array, k_sum: Array, q: Array, found: FeatureMap, eps: float, enable_gqa: bool,
+    normalize: bool, out: Array,
+) -> None:  # fmt: skip
+    """out = phi(q) kv / (phi(q) k_sum + eps): attention to no key but the state's."""
+    lead = (1,) if enable_gqa else ()
+    k, v = (np.empty((*lead, 0, size), q.dtype) for size in (q.shape[-1], kv.shape[-1]))
+    attend(
+        q, k, v, found, eps, False, None, None, enable_gqa, normalize, (kv, k_sum, None), False,
+        "linear", out,
+    )  # fmt: skip
 
 
 @contextmanager
