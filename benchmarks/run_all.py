@@ -102,7 +102,8 @@ def main() -> None:
     results = []
     for name in given.names or NAMES:
         answer = given.out / f"{name}.json"
-        command = [sys.executable, str(HERE / f"{name}.py"), "--json", str(answer)]
+        warnings = [f"-W{option}" for option in sys.warnoptions]
+        command = [sys.executable, *warnings, str(HERE / f"{name}.py"), "--json", str(answer)]
         command += ["--quick"] * given.quick
         if name in PICTURES:
             command += ["--plot", str(given.out / f"{PICTURES[name]}.{given.format}")]

@@ -190,21 +190,3 @@ def test_figures_have_their_places():
         assert all(block[2] in module.MAKERS and block[4].strip() for block in found)
     for name in module.PICTURES:
         assert (ROOT / "docs" / "assets" / name).read_text("utf-8").lstrip().startswith("<?xml")
-
-
-@pytest.mark.slow
-def test_figures_are_found_in_what_the_benchmarks_write(tmp_path):
-    run_all = [sys.executable, str(ROOT / "benchmarks" / "run_all.py"), "--quick"]
-    subprocess.run([*run_all, "--out", str(tmp_path)], check=True, timeout=600)
-    module = figures()
-    results = module.read(tmp_path)
-    for page in module.pages():
-        before = page.read_text("utf-8")
-        after = module.filled(before, results)
-        assert after == module.filled(after, results)
-        outside = [module.BLOCK.sub("", text) for text in (before, after)]
-        assert outside[0] == outside[1]
-    pictures = set(module.PICTURES)
-    if importlib.util.find_spec("torch") is None:
-        pictures.remove("peers.svg")
-    assert all((tmp_path / name).exists() for name in pictures)
