@@ -108,6 +108,14 @@ hyperbolic = FeatureMap("hyperbolic", "exp", both, eps=0.0)
 
 MAPS: dict[str, Any] = {name: name for name in feature_maps.names()}
 MAPS |= {"mirror": mirror, "hyperbolic": hyperbolic}
+CLOSED = {  # maps with a closed form
+    found.name: found
+    for found in (
+        feature_maps.taylor(),
+        feature_maps.taylor(packed=False, scale=1.0),
+        feature_maps.polynomial(4, offset=0.5),
+    )
+}
 EXPONENTIAL = ("exp", "hyperbolic")
 SIGNED = ("identity",)
 

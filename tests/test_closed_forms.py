@@ -10,6 +10,7 @@ from typing import Any
 import cases
 import numpy as np
 import pytest
+from cases import CLOSED as MAPS
 from cases import definition, inputs, normal, same_bits
 
 from linattn import State, feature_maps, linear_attention, plan
@@ -17,14 +18,6 @@ from linattn.backends import closed
 from linattn.plan import prefers_one_chunk, prefers_quadratic
 
 Array = Any
-MAPS = {
-    found.name: found
-    for found in (
-        feature_maps.taylor(),
-        feature_maps.taylor(packed=False, scale=1.0),
-        feature_maps.polynomial(4, offset=0.5),
-    )
-}
 C = 8.0
 
 every_map = pytest.mark.parametrize("name", list(MAPS))

@@ -69,3 +69,11 @@ def same(a: Tensor, b: Tensor) -> None:
     """The same bits."""
     assert a.dtype == b.dtype
     cases.same_bits(array(a), array(b))
+
+
+def check_gradients(f: Any, x: Any) -> None:
+    """First and second derivatives against differences."""
+    assert torch.autograd.gradcheck(f, x)
+    # The second derivative in a random direction: element by element it takes minutes.
+    torch.manual_seed(0)
+    assert torch.autograd.gradgradcheck(f, x, fast_mode=True)

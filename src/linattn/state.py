@@ -271,7 +271,7 @@ class State:
         True where the key takes part. Leading axes broadcast to the state's.
         """
         if type(k) is ndarray and k.dtype is self.dtype:
-            whole = self._kernel if self._fused else native.fused(self.feature_map, k)
+            whole = self._whole(k)
             if whole is not None:
                 done = native.absorb(self.kv, self.k_sum, self.log_scale, k, v, whole, key_mask)
                 if done is not None:
@@ -318,7 +318,7 @@ class State:
             type(q) is ndarray
             and q.dtype is self.dtype
             and (eps is None or (type(eps) is float and 0.0 <= eps < _INFINITY))
-            and (whole := self._kernel if self._fused else native.fused(self.feature_map, q))
+            and (whole := self._whole(q))
         ):
             try:
                 result = native.step(
@@ -402,7 +402,7 @@ class State:
             type(q) is ndarray
             and q.dtype is self.dtype
             and (eps is None or (type(eps) is float and 0.0 <= eps < _INFINITY))
-            and (whole := self._kernel if self._fused else native.fused(self.feature_map, q))
+            and (whole := self._whole(q))
         ):
             try:
                 result = native.query(
@@ -648,6 +648,10 @@ class State:
         """
         more = 0 if self.log_scale is None else self.log_scale.nbytes
         return int(self.kv.nbytes + self.k_sum.nbytes + more)
+
+    def _whole(self, x: Array) -> Any:
+        """What the core takes as the map of rows like x, see `native.fused`."""
+        return self._kernel if self._fused else native.fused(self.feature_map, x)
 
     @property
     def _shape(self) -> _check.StateShape:

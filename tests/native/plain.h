@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "check.h"
+#include "driver.h"
 #include "kernels.h"
 
 namespace plain {
@@ -474,5 +475,33 @@ class State {
   Guarded kv_, k_sum_, log_scale_;
   linattn::StateRef ref_;
 };
+
+// ---- problems of the driver ------------------------------------------------------------------------------
+
+struct OwnState {
+  std::vector<double> kv, k_sum;
+  std::vector<int32_t> log_scale;
+  OwnState(int64_t count, const linattn::Layer& layer)
+      : kv(static_cast<size_t>(count * layer.features * layer.d_v)),
+        k_sum(static_cast<size_t>(count * layer.features)),
+        log_scale(layer.map == Map::exp ? k_sum.size() : 0, linattn::kEmpty) {}
+  linattn::StateRef ref() { return {kv.data(), k_sum.data(), log_scale.empty() ? nullptr : log_scale.data()}; }
+};
+
+// What the operands of a problem say: anything that has rows and a view.
+template <class M, class O>
+linattn::Problem problem_of(linattn::Form form, const linattn::Layer& layer, const M& q, const M& k, const M& v,
+                            O& out) {
+  linattn::Problem p{};
+  p.form = form;
+  p.layer = layer;
+  p.n_q = q.rows;
+  p.n_k = k.rows;
+  p.q = q.view();
+  p.k = k.view();
+  p.v = v.view();
+  p.out = out.out();
+  return p;
+}
 
 }  // namespace plain

@@ -16,6 +16,7 @@
 
 using namespace linattn;
 using plain::get;
+using plain::OwnState;
 using plain::phi;
 using plain::put;
 using plain::size_of;
@@ -185,27 +186,9 @@ const char* name_of(Form form) {
 
 Problem problem_of(Form form, DType dtype, Map map, const Matrix& q, const Matrix& k, const Matrix& v,
                    const Matrix& out) {
-  Problem p{};
-  p.form = form;
-  p.layer = {dtype, map, map != Map::identity, q.columns, v.columns, map == Map::exp ? 0 : 1e-6};
-  p.n_q = q.rows;
-  p.n_k = k.rows;
-  p.q = q.view();
-  p.k = k.view();
-  p.v = v.view();
-  p.out = out.out();
-  return p;
+  const Layer layer = {dtype, map, map != Map::identity, q.columns, v.columns, map == Map::exp ? 0 : 1e-6};
+  return plain::problem_of(form, layer, q, k, v, out);
 }
-
-struct OwnState {
-  std::vector<double> kv, k_sum;
-  std::vector<int32_t> log_scale;
-  OwnState(int64_t count, const Layer& layer)
-      : kv(static_cast<size_t>(count * layer.features * layer.d_v)),
-        k_sum(static_cast<size_t>(count * layer.features)),
-        log_scale(layer.map == Map::exp ? k_sum.size() : 0, kEmpty) {}
-  StateRef ref() { return {kv.data(), k_sum.data(), log_scale.empty() ? nullptr : log_scale.data()}; }
-};
 
 void check_rows(const char* what, const Kernels& set, const Problem& p, const Matrix& q, const Matrix& k,
                 const Matrix& v, const Matrix& out, const uint8_t* mask, bool causal) {

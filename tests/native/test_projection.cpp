@@ -14,6 +14,7 @@
 
 using namespace linattn;
 using plain::get;
+using plain::OwnState;
 using plain::put;
 using plain::size_of;
 
@@ -81,39 +82,15 @@ struct Sizes {
   int64_t n, inputs, columns, d_v;
 };
 
-struct OwnState {
-  std::vector<double> kv, k_sum;
-  std::vector<int32_t> log_scale;
-  explicit OwnState(const Layer& layer)
-      : kv(static_cast<size_t>(layer.features * layer.d_v)),
-        k_sum(static_cast<size_t>(layer.features)),
-        log_scale(layer.map == Map::exp ? k_sum.size() : 0, kEmpty) {}
-  StateRef ref() { return {kv.data(), k_sum.data(), log_scale.empty() ? nullptr : log_scale.data()}; }
-};
-
-Problem problem_of(Form form, const Layer& layer, const Matrix& q, const Matrix& k, const Matrix& v, Matrix& out,
-                   const uint8_t* mask) {
-  Problem p{};
-  p.form = form;
-  p.layer = layer;
-  p.n_q = q.rows;
-  p.n_k = k.rows;
-  p.q = q.view();
-  p.k = k.view();
-  p.v = v.view();
-  p.out = out.out();
-  p.mask = {mask, 1};
-  return p;
-}
-
 // The rows of all forms: parallel; causal with the state it leaves; then one step more on that state.
 std::vector<Matrix> run(const Kernels& set, const Layer& layer, const Matrix& q, const Matrix& k, const Matrix& v,
                         const uint8_t* mask) {
   std::vector<Matrix> results;
   for (Form form : {Form::parallel, Form::causal}) {
     Matrix out(v.dtype, q.rows, v.columns);
-    OwnState state(layer);
-    Problem p = problem_of(form, layer, q, k, v, out, mask);
+    OwnState state(1, layer);
+    Problem p = plain::problem_of(form, layer, q, k, v, out);
+    p.mask = {mask, 1};
     p.after = state.ref();
     CHECK(solve(p, set, 2));
     results.push_back(out);

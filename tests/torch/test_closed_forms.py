@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch")
 
 import cases  # noqa: E402
 import numpy as np  # noqa: E402
-from torch_cases import DTYPES, array, close, inputs, normal, same  # noqa: E402
+from cases import CLOSED as MAPS  # noqa: E402
+from torch_cases import DTYPES, array, check_gradients, close, inputs, normal, same  # noqa: E402
 
 from linattn import State, feature_maps, linear_attention, plan  # noqa: E402
 from linattn.torch import _closed, _roads  # noqa: E402
@@ -25,14 +26,6 @@ pytestmark = [
 ]
 
 Array = Any
-MAPS = {
-    found.name: found
-    for found in (
-        feature_maps.taylor(),
-        feature_maps.taylor(packed=False, scale=1.0),
-        feature_maps.polynomial(4, offset=0.5),
-    )
-}
 SMALL = {  # of few features, for derivatives number by number
     found.name: found
     for found in (feature_maps.taylor(), feature_maps.polynomial(2, offset=0.5, scale=0.5))
@@ -243,18 +236,12 @@ def test_out_and_inputs() -> None:
 # ---------------------------------------------------------------------------------------- gradients
 
 
-def check(f: Any, x: Any) -> None:
-    assert torch.autograd.gradcheck(f, x)
-    torch.manual_seed(0)
-    assert torch.autograd.gradgradcheck(f, x, fast_mode=True)
-
-
 @small_map
 @both_forms
 @pytest.mark.parametrize("order", ["linear", "quadratic"])
 def test_gradcheck(name: str, causal: bool, order: str, blocks: None) -> None:
     x = inputs(1, (2,), 7, 3, 2, torch.float64, grad=True)
-    check(partial(attend, SMALL[name], order=order, causal=causal), x)
+    check_gradients(partial(attend, SMALL[name], order=order, causal=causal), x)
 
 
 @both_forms
@@ -264,9 +251,9 @@ def test_gradcheck_of_options(causal: bool, blocks: None) -> None:
     cuts = torch.tensor([0, 2, 2, 7])
     for i, options in enumerate(({"key_mask": mask}, {"cu_seqlens": cuts}, {"normalize": False})):
         f = partial(linear_attention, feature_map="taylor", causal=causal, **options)
-        check(f if i % 2 else lambda *x, f=f: f(*x, return_state=True)[0], x)
+        check_gradients(f if i % 2 else lambda *x, f=f: f(*x, return_state=True)[0], x)
     both = {"key_mask": mask, "normalize": False}
-    check(partial(linear_attention, feature_map="taylor", causal=causal, **both), x)
+    check_gradients(partial(linear_attention, feature_map="taylor", causal=causal, **both), x)
 
 
 @both_forms
@@ -276,9 +263,9 @@ def test_gradcheck_of_broadcast_and_grouped_heads(causal: bool, blocks: None) ->
     v = normal(3, 2, 5, 1, dtype=torch.float64).requires_grad_()
     f = partial(linear_attention, feature_map="taylor", causal=causal)
     one = normal(4, 1, 5, 2, dtype=torch.float64).requires_grad_()
-    check(lambda *x: f(*x, enable_gqa=True), (q, k, v))
-    check(lambda *x: f(*x, enable_gqa=True, order="linear"), (q, k, v))  # type: ignore[call-overload]
-    check(f, (one, k, v))
+    check_gradients(lambda *x: f(*x, enable_gqa=True), (q, k, v))
+    check_gradients(lambda *x: f(*x, enable_gqa=True, order="linear"), (q, k, v))  # type: ignore[call-overload]
+    check_gradients(f, (one, k, v))
 
 
 @both_forms
@@ -295,8 +282,8 @@ def test_gradcheck_through_states(causal: bool, packed: bool, blocks: None) -> N
         second, last = linear_attention(*x[3:], cu_seqlens=cuts[1], state=state, **options)
         return first, second, last.query(x[3])
 
-    check(whole, x + y)
-    check(lambda *x: whole(*x)[2], x + y)
+    check_gradients(whole, x + y)
+    check_gradients(lambda *x: whole(*x)[2], x + y)
 
 
 def bound(found: Any, q: Any, k: Any, v: Any, g: Any, causal: bool) -> Any:
@@ -341,7 +328,7 @@ def test_gradients_are_those_of_expanded_features(name: str, causal: bool, dtype
 
 def test_gradients_with_a_tensor_used_twice_and_upstream_of_any_layout(blocks: None) -> None:
     x = normal(1, 2, 11, 3, dtype=torch.float64).requires_grad_()
-    check(lambda x: linear_attention(x, x, torch.sin(x), "taylor", causal=True), (x,))
+    check_gradients(lambda x: linear_attention(x, x, torch.sin(x), "taylor", causal=True), (x,))
     a = torch.autograd.grad(linear_attention(x, x, x, "taylor").sum(), x)[0]
     b = torch.autograd.grad(linear_attention(x, x, x, "taylor"), x, torch.ones_like(x))[0]
     same(a, b)

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
-from torch_cases import DTYPES, inputs, normal, same  # noqa: E402
+from torch_cases import DTYPES, check_gradients, inputs, normal, same  # noqa: E402
 
 from linattn import FeatureMap, State, feature_maps, linear_attention  # noqa: E402
 from linattn.torch import _composite, _maps  # noqa: E402
@@ -45,20 +45,13 @@ def _attend(name: str, *x: Any, **options: Any) -> Any:
     return linear_attention(*x, name, **options)
 
 
-def check(f: Any, x: Any) -> None:
-    assert torch.autograd.gradcheck(f, x)
-    # The second derivative in a random direction: element by element it takes minutes.
-    torch.manual_seed(0)
-    assert torch.autograd.gradgradcheck(f, x, fast_mode=True)
-
-
 @every_map
 @both_forms
 def test_gradcheck(name: str, causal: bool, road: str) -> None:
     """First and second derivatives, through the division; rows 15, 17, 18."""
     x = inputs(1, (2,), 7, 3, 2, torch.float64, grad=True)
     eps = 0.1 if name in ("relu", "squared_relu", "identity") else None
-    check(lambda *x: linear_attention(*x, name, eps, causal=causal), x)
+    check_gradients(lambda *x: linear_attention(*x, name, eps, causal=causal), x)
 
 
 @pytest.mark.parametrize("name", ["elu1", "exp"])
@@ -68,7 +61,7 @@ def test_gradcheck_of_options(name: str, causal: bool, road: str) -> None:
     mask = torch.tensor([False, True, True, False, True, True, False])
     cuts = torch.tensor([0, 3, 3, 7])
     for options in ({"key_mask": mask}, {"cu_seqlens": cuts}, {"normalize": False}):
-        check(partial(_attend, name, causal=causal, **options), (q, k, v))
+        check_gradients(partial(_attend, name, causal=causal, **options), (q, k, v))
 
 
 @pytest.mark.parametrize("name", ["elu1", "exp"])
@@ -77,9 +70,11 @@ def test_gradcheck_of_broadcast_and_grouped_heads(name: str, causal: bool, road:
     q = normal(1, 2, 4, 5, 3, dtype=torch.float64).requires_grad_()
     k = normal(2, 1, 2, 5, 3, dtype=torch.float64).requires_grad_()
     v = normal(3, 2, 5, 2, dtype=torch.float64).requires_grad_()
-    check(lambda *x: linear_attention(*x, name, causal=causal, enable_gqa=True), (q, k, v))
+    check_gradients(
+        lambda *x: linear_attention(*x, name, causal=causal, enable_gqa=True), (q, k, v)
+    )
     one = normal(4, 1, 5, 3, dtype=torch.float64).requires_grad_()
-    check(lambda *x: linear_attention(*x, name, causal=causal), (one, k, v))
+    check_gradients(lambda *x: linear_attention(*x, name, causal=causal), (one, k, v))
 
 
 @pytest.mark.parametrize("name", ["elu1", "exp"])
@@ -94,8 +89,8 @@ def test_gradcheck_through_states(name: str, causal: bool, road: str) -> None:
         second, last = linear_attention(*x[3:], name, causal=causal, state=state, return_state=True)
         return first, second, last.query(x[3]), (last + state).query(x[0])
 
-    check(whole, x + y)
-    check(lambda *x: whole(*x)[2], x + y)
+    check_gradients(whole, x + y)
+    check_gradients(lambda *x: whole(*x)[2], x + y)
 
 
 @pytest.mark.parametrize("name", ["elu1", "exp"])
