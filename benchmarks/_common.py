@@ -1,9 +1,9 @@
 """What the benchmarks share: honest timing, the machine's own rates, the table.
 
 Ratios are taken within one run: the sides take turns, and each round gives one ratio, of which the
-median and the quartiles are shown. Before a turn all rest for 20 ms, as the idle workers of
-OpenBLAS and torch spin for some milliseconds after a product and would take a core from whoever
-comes next. Short work is timed as many calls in a row.
+median and the quartiles are shown. Before a turn all rest until the process is idle: the workers of
+OpenBLAS and torch spin on after a product and would take a core from whoever comes next. Short work
+is timed as many calls in a row.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ import linattn  # noqa: E402
 Array = Any
 Side = Callable[[], object]
 
-REST = 0.02  # seconds before a turn
+REST = 0.02  # seconds before a turn, and how often we look whether the process is idle
+LONGEST_REST = 1.0
 LONG = 0.3  # seconds of a call whose start doesn't matter
 D = 64
 
@@ -96,6 +97,20 @@ def once(side: Side, calls: int = 1) -> float:
     return (time.perf_counter() - start) / calls
 
 
+def rest(o: Options) -> None:
+    """Sleeps until no thread of this process runs any more.
+
+    A fixed 20 ms was not enough: NumPy's OpenBLAS lets its workers spin for 2^28 ticks of the
+    processor's clock, 0.11 s at 2.45 GHz, and a call of ours in that time has half the machine.
+    """
+    end = time.perf_counter() + (LONGEST_REST if o.rest else 0.0)
+    while time.perf_counter() < end:
+        used, start = time.process_time(), time.perf_counter()
+        time.sleep(o.rest)
+        if time.process_time() - used < 0.1 * (time.perf_counter() - start):
+            return
+
+
 def race(sides: Mapping[str, Side], o: Options) -> dict[str, list[float]]:
     """Seconds a call, a number for each side and round; the sides take turns."""
     calls, long = {}, set()
@@ -109,7 +124,7 @@ def race(sides: Mapping[str, Side], o: Options) -> dict[str, list[float]]:
     names = list(sides)
     for _ in range(o.rounds):
         for name in names:
-            time.sleep(o.rest)
+            rest(o)
             if name not in long:
                 sides[name]()  # wakes the threads that sleep, fills the caches
             times[name].append(once(sides[name], calls[name]))

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import peers
-from _common import D, Options, Report, apart, at_most, median, qkv, ratios, run, seconds
+from _common import D, Options, Report, apart, at_most, median, qkv, ratios, rest, run, seconds
 
 from linattn import linear_attention
 
@@ -65,11 +65,11 @@ def child(o: Options, names: list[str]) -> dict[str, Any]:
             ]
             times: dict[str, list[float]] = {}
             for _ in range(o.rounds):
-                time.sleep(o.rest)
+                rest(o)
                 for key, pair in (("torch", theirs), ("linattn", ours)):
                     alone = sum(in_turn(*pair, o)) / 2
                     times.setdefault(f"{key} alone", []).append(alone)
-                    time.sleep(o.rest)
+                    rest(o)
                 a, b = in_turn(theirs[0], ours[0], o)
                 times.setdefault("torch in turn", []).append(a)
                 times.setdefault("linattn in turn", []).append(b)
@@ -107,7 +107,7 @@ def counts(report: Report, o: Options) -> None:
             torch.set_num_threads(count)
             busy, wall = [], []
             for _ in range(o.rounds):
-                time.sleep(o.rest)
+                rest(o)
                 linear_attention(*inputs)
                 calls, start, used = 0, time.perf_counter(), time.process_time()
                 while time.perf_counter() - start < 4 * o.turn or calls < 2:
