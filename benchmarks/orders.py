@@ -3,8 +3,9 @@
 The default map, and the Taylor map with a closed form (its features packed and not), one head, full
 and causal. auto meets each order in turns of its own, and the larger of its two ratios is that to
 the better order; where auto takes that one, both sides run the same code, and what differs from 1
-is choosing, and noise. `plan` counts operations and knows no rates: at the length where its two
-counts are equal, a row without a target shows what the clock says of them.
+is choosing, and noise. `plan` counts operations, making features among them, and knows no rates:
+around the length where its two counts are equal, rows without a target show what the clock says of
+both orders, and what auto loses by its choice where the other order is the faster one.
 
 The public call offers no causal order to choose between. With a closed form auto has the choice all
 the same, chunks with a state or one chunk without, and both are taken here by answering for the
@@ -26,6 +27,7 @@ from linattn import feature_maps, linear_attention, plan
 rules: Any = importlib.import_module(plan.__module__)  # whose name is the function's, too
 
 MAPS = ("elu1", "taylor", "taylor(packed=False)")
+NEAR = (0.8, 1.0, 1.25)  # parts of the length at which both counts are equal
 LONG = 8192  # positions beyond which the order not taken has few turns, of seconds each
 
 
@@ -55,6 +57,21 @@ def sides(found: Any, n: int, causal: bool) -> dict[str, Side]:
     return made
 
 
+def near(
+    report: Report, o: Options, label: str, made: dict[str, Side], taken: str, **about: Any
+) -> None:
+    """Linear over quadratic, and the order taken over the other where that is the faster one."""
+    times = race({order: side for order, side in made.items() if order != "auto"}, o)
+    over = ratios(times["linear"], times["quadratic"])
+    lost = median(over) if taken == "linear" else 1 / median(over)
+    report.row(
+        f"{label}: linear over quadratic", over, "x", None,
+        f"{taken} taken, at {max(lost, 1):.2f}x; "
+        + ", ".join(f"{order} {written(median(t))}" for order, t in times.items()),
+        taken=taken, lost=max(lost, 1.0), **about,
+    )  # fmt: skip
+
+
 def measure(report: Report, o: Options) -> None:
     few = dataclasses.replace(o, rounds=min(o.rounds, 3))
     many = o if o.quick else dataclasses.replace(o, rounds=3 * o.rounds, turn=o.turn / 3)
@@ -63,8 +80,9 @@ def measure(report: Report, o: Options) -> None:
         for causal in (False, True):
             form = "causal" if causal else "full"
             price = functools.partial(
-                plan, d_k=D, D=found.width(D), causal=causal, closed_form=found.closed_form
-            )
+                plan, d_k=D, D=found.width(D), causal=causal, closed_form=found.closed_form,
+                row_operations=found.row_operations(D),
+            )  # fmt: skip
             report.heading(f"{name}, {form}, 1 head x n, float32, d = {D}")
             for n in (16, 128) if o.quick else (128, 1024, 16384):
                 made, taken = sides(found, n, causal), price(n, n).order
@@ -83,14 +101,12 @@ def measure(report: Report, o: Options) -> None:
                     ), n=n, heads=1, map=name, form=form, taken=taken, better=better,
                 )  # fmt: skip
             if len(made) > 1:
-                n = 16 if o.quick else price(1, 1).crossover
-                times = race({k: s for k, s in sides(found, n, causal).items() if k != "auto"}, o)
-                report.row(
-                    f"{name}, {form}, {n:,}, equal counts: linear over quadratic",
-                    ratios(times["linear"], times["quadratic"]), "x", None, ", ".join(
-                        f"{order} {written(median(t))}" for order, t in times.items()
-                    ), n=n, heads=1, map=name, form=form,
-                )  # fmt: skip
+                equal = price(1, 1).crossover
+                for part in NEAR:
+                    n = 16 if o.quick else round(part * equal)
+                    near(report, o, f"{name}, {form}, {n:,}, {part:g} x that of equal counts",
+                         sides(found, n, causal), price(n, n).order, n=n, heads=1, map=name,
+                         form=form, part=part)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -51,8 +52,9 @@ def test_both_orders_around_the_edges_of_blocks(name: str, dtype: str) -> None:
 
 def test_taylor_in_both_orders_on_both_sides_of_the_crossover() -> None:
     found, d = feature_maps.taylor(), 16
-    crossover = plan(1, 1, d, D=found.width(d), closed_form=True).crossover
-    assert crossover == 153
+    D, row = found.width(d), found.row_operations(d)
+    crossover = plan(1, 1, d, D=D, closed_form=True, row_operations=row).crossover
+    assert (D, row, crossover) == (153, 24 * (1 + 16 + 2 * 136), 370)
     for n in (crossover // 3, crossover - 1, crossover, 3 * crossover):
         q, k, v = inputs(n, (2,), n, d, d, np.float32)
         expected, bound = definition(q, k, v, found)
@@ -279,20 +281,38 @@ def test_the_plan_knows() -> None:
     taylor = feature_maps.taylor(packed=False)
     D = taylor.width(64)
     assert D == 4161
-    p = plan(1024, 1024, 64, D=D, closed_form=True)
+    row = taylor.row_operations(64)
+    assert row == 24 * D
+    price = functools.partial(plan, d_k=64, D=D, closed_form=True, row_operations=row)
+    p = price(1024, 1024)
     assert p.order == "quadratic"
     assert p.quadratic.operations == 2 * 1024**2 * (64 + 64)
-    assert p.crossover == D
-    assert plan(1024, 1024, 64, D=D).order == "linear"
-    assert plan(16384, 16384, 64, D=D, closed_form=True).order == "linear"
-    for n in (1, 255, 1024, 4000, 8322, 16384, 30000):
-        p = plan(n, n, 64, D=D, closed_form=True, causal=True)
+    assert p.linear.feature_operations == 2 * 1024 * row
+    assert p.crossover == 4942 == -(-D * (128 + 24) // 128)
+    assert plan(1024, 1024, 64, D=D, row_operations=row).order == "linear"
+    assert price(16384, 16384).order == "linear"
+    for n in (1, 255, 1024, 4000, 4941, 4942, 8322, 10136, 10137, 16384, 30000):
+        p = price(n, n, causal=True)
         assert p.chunk == 256
-        one = prefers_one_chunk(n, D, 64, 1, 64)
-        assert (p.order == "quadratic") == one == (p.quadratic.operations < p.linear.operations)
-        assert plan(n, n, 64, D=D, closed_form=True, causal=True, state=True).order == "linear"
+        one = prefers_one_chunk(n, D, 64, 1, 64, row)
+        assert (p.order == "quadratic") == one == (p.quadratic.compared < p.linear.compared)
+        assert price(n, n, causal=True, state=True).order == "linear"
         assert (n < p.crossover) == one
-        assert prefers_quadratic(n, n, D, 64, 1, 64) == (n < D)
-    assert "all positions as one chunk" in str(
-        plan(1024, 1024, 64, D=D, closed_form=True, causal=True)
-    )
+        assert prefers_quadratic(n, n, D, 64, 1, 64, row) == (n < 4942)
+    assert "all positions as one chunk" in str(price(1024, 1024, causal=True))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_call_goes_by_what_making_features_takes(causal: bool, monkeypatch: Any) -> None:
+    """Where the products alone would be dearer in the quadratic order, and all is not."""
+    found, d = feature_maps.taylor(), 16
+    D, row = found.width(d), found.row_operations(d)
+    n = 1 + plan(1, 1, d, D=D, closed_form=True, causal=causal).crossover
+    price = plan(n, n, d, D=D, closed_form=True, causal=causal, row_operations=row)
+    assert price.order == "quadratic"
+    orders = []
+    whole = closed.attend
+    monkeypatch.setattr(closed, "attend", lambda *args: (orders.append(args[-2]), whole(*args))[1])
+    q, k, v = inputs(1, (), n, d, d, np.float32)
+    linear_attention(q, k, v, found, causal=causal)
+    assert orders == ["quadratic"]

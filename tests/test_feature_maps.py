@@ -144,3 +144,37 @@ def test_a_map_of_ones_own():
     np.testing.assert_allclose(made(x), np.exp(x @ W), rtol=1e-15)
     with pytest.raises(ValueError, match="kernel: expected one of .*'exp'.* got 'tanh'"):
         FeatureMap("no", "tanh")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("elu1", 0),
+        ("exp", 0),
+        ("softmax", 24 * 64),  # a pass over D
+        ("dpfp(nu=3)", 24 * 384),
+        ("favor(features=128)", 2 * 64 * 128),  # inside the core
+        ("favor(features=128, kind='hyperbolic')", 2 * 64 * 64),
+        ("favor(features=128, kind='trigonometric')", 2 * 64 * 64 + 24 * 128),
+        ("relu_random(features=128)", 2 * 64 * 128),
+        ("taylor", 24 * (1 + 64 + 2 * 2080)),  # a packed square counts twice
+        ("taylor(order=3)", 24 * (1 + 64 + 2 * 2080 + 45760)),
+        ("taylor(packed=False)", 24 * 4161),
+        ("polynomial(degree=3)", 24 * (64 + 2 * 2080 + 45760)),
+        ("polynomial_sketch(features=128, degree=1)", 2 * 64 * 128),
+        # two transforms and one back, of seven steps
+        ("polynomial_sketch(features=128)", 2 * 2 * 64 * 128 + 24 * 3 * 128 * 7),
+        ("polynomial_sketch(features=128, squared=True)", 2 * 64 * 128 + 24 * (128 + 2 * 64 * 129)),
+    ],
+)
+def test_operations_of_making_a_row(name: str, expected: int) -> None:
+    assert feature_maps.get(name).row_operations(64) == expected
+
+
+def test_operations_of_making_a_row_with_weights() -> None:
+    weight = np.ones((7, 64))
+    assert feature_maps.t2r(weight).row_operations(64) == 2 * 64 * 7
+    assert feature_maps.hedgehog(weight).row_operations(64) == 2 * 64 * 7
+    joint = feature_maps.hedgehog(weight, normalise="joint")
+    assert joint.row_operations(64) == 2 * 64 * 7 + 24 * 14
+    assert feature_maps.get(lambda x: x * x).row_operations(64) == 0  # nobody knows

@@ -47,6 +47,33 @@ def test_operations_are_those_of_the_two_products(groups: int) -> None:
     assert p.linear.elements == batch * D * d_v
     assert p.linear.normaliser_operations == batch * (n_k * D + groups * matmul(n_q, D, 1))
     assert p.quadratic.normaliser_operations == batch * groups * n_q * n_k
+    assert p.linear.feature_operations == p.quadratic.feature_operations == 0
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("causal", [False, True])
+def test_features_are_made_once_a_row_and_not_where_there_is_a_closed_form(
+    causal: bool, groups: int
+) -> None:
+    n_q, n_k, batch = 7 if causal else 5, 7, 13
+    given = {"D": 11, "batch": batch, "groups": groups, "causal": causal, "row_operations": 17}
+    p = plan(n_q, n_k, 2, 3, **given)  # type: ignore[arg-type]
+    made = batch * (n_k + groups * n_q) * 17
+    assert p.linear.feature_operations == p.quadratic.feature_operations == made
+    without = plan(n_q, n_k, 2, 3, **(given | {"row_operations": 0}))  # type: ignore[arg-type]
+    assert p.linear.operations == without.linear.operations
+    assert (p.order, p.crossover) == (without.order, without.crossover)  # both orders pay
+    p = plan(n_q, n_k, 2, 3, closed_form=True, **given)  # type: ignore[arg-type]
+    assert (p.linear.feature_operations, p.quadratic.feature_operations) == (made, 0)
+    assert p.cost.compared == p.cost.operations + p.cost.feature_operations
+
+
+def test_the_table_says_what_making_features_takes() -> None:
+    assert "making features" not in str(plan(128, 128, 64))
+    p = plan(1024, 1024, 64, D=2145, closed_form=True, row_operations=24 * 4225)
+    line = next(x for x in str(p).splitlines() if x.startswith("making features"))
+    assert line.split()[-2:] == ["207,667,200", "0"]
+    assert p.reason == "2.87x fewer operations"
 
 
 @pytest.mark.parametrize("closed_form", [False, True])
@@ -60,11 +87,14 @@ def test_the_causal_count_is_that_of_the_walk(chunk: int, closed_form: bool) -> 
         count += groups * matmul(rows, D, d_v) + matmul(D, rows, d_v)
         for seen in range(1, rows + 1):
             count += groups * (matmul(1, width, seen) + matmul(1, seen, d_v))
-    p = plan(n, n, d_k, d_v, D=D, groups=groups, causal=True, chunk=chunk, closed_form=closed_form)
+    p = plan(
+        n, n, d_k, d_v, D=D, groups=groups, causal=True, chunk=chunk, closed_form=closed_form,
+        row_operations=19,
+    )  # fmt: skip
     assert p.linear.operations == count
     under = n * (n + 1) // 2
     assert p.quadratic.operations == 2 * groups * under * (width + d_v)
-    one = closed_form and p.quadratic.operations < p.linear.operations
+    one = closed_form and p.quadratic.compared < p.linear.compared
     assert (p.order, p.form) == ("quadratic" if one else "linear", "chunked")
     assert plan(1, 1, d_k, causal=True).form == "recurrent"
 
@@ -75,11 +105,14 @@ def test_auto_takes_the_cheaper() -> None:
     for _ in range(500):
         n_q, n_k, d_k, d_v, D = (rng.choice(PRIMES) for _ in range(5))
         groups = rng.choice((1, 2, 5))
-        closed_form = rng.random() < 0.5
-        p = plan(n_q, n_k, d_k, d_v, D=D, groups=groups, closed_form=closed_form)
-        assert p.cost.operations == min(p.linear.operations, p.quadratic.operations)
-        width = d_k if closed_form else D
-        assert (p.order == "quadratic") == prefers_quadratic(n_q, n_k, D, d_v, groups, width)
+        closed_form, row = rng.random() < 0.5, rng.choice((0, 1, 1000))
+        p = plan(
+            n_q, n_k, d_k, d_v, D=D, groups=groups, closed_form=closed_form, row_operations=row
+        )
+        assert p.cost.compared == min(p.linear.compared, p.quadratic.compared)
+        width, alone = (d_k, row) if closed_form else (D, 0)
+        rule = prefers_quadratic(n_q, n_k, D, d_v, groups, width, alone)
+        assert (p.order == "quadratic") == rule
         taken.add(p.order)
     assert taken == {"linear", "quadratic"}
 
@@ -90,20 +123,22 @@ def test_auto_takes_the_cheaper() -> None:
 )
 @pytest.mark.parametrize("closed_form", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("row_operations", [0, 333])
 def test_crossover_is_where_the_counts_cross(
-    groups: int, d_k: int, d_v: int, D: int, closed_form: bool, causal: bool
+    groups: int, d_k: int, d_v: int, D: int, closed_form: bool, causal: bool, row_operations: int
 ) -> None:
     def at(n: int) -> Plan:
         return plan(
-            n, n, d_k, d_v, D=D, groups=groups, closed_form=closed_form, causal=causal, chunk=13
-        )
+            n, n, d_k, d_v, D=D, groups=groups, closed_form=closed_form, causal=causal, chunk=13,
+            row_operations=row_operations,
+        )  # fmt: skip
 
     n = at(1).crossover
-    assert at(n).linear.operations <= at(n).quadratic.operations
+    assert at(n).linear.compared <= at(n).quadratic.compared
     if n > 1:
-        assert at(n - 1).linear.operations > at(n - 1).quadratic.operations
+        assert at(n - 1).linear.compared > at(n - 1).quadratic.compared
     for longer in (n + 1, n + 12, n + 13, 2 * n, 10 * n):
-        assert at(longer).linear.operations <= at(longer).quadratic.operations
+        assert at(longer).linear.compared <= at(longer).quadratic.compared
         assert at(longer).crossover == n
 
 
@@ -111,6 +146,9 @@ def test_known_crossovers() -> None:
     assert plan(1, 1, 64).crossover == 64
     # second-order Taylor: 1 + 64 + 64 * 64 features
     assert plan(1, 1, 64, D=4161, closed_form=True).crossover == 4161
+    # each of them an elementwise pass: 4161 (1 + 24 / 128), to the next integer
+    found = plan(1, 1, 64, D=4161, closed_form=True, row_operations=24 * 4161)
+    assert found.crossover == 4942
     assert plan(1, 1, 64, D=4161).crossover == 127
 
 
@@ -193,6 +231,7 @@ def test_empty_sizes(n_q: int, n_k: int, batch: int) -> None:
         ((3, 2.5, 5), {}, ("n_k", "2.5", "integer")),
         ((3, 3, 5), {"order": "cubic"}, ("order", "cubic", "quadratic")),
         ((3, 5, 5), {"causal": True}, ("causal", "n_q = 3", "n_k = 5", "state")),
+        ((3, 3, 4), {"row_operations": -1}, ("row_operations", "0", "-1")),
         ((3, 3, 4), {"matmul_rate": 0}, ("matmul_rate", "above 0", "got 0")),
         ((3, 3, 4), {"copy_rate": -1.0}, ("copy_rate", "above 0", "got -1.0")),
         ((3, 3, 4), {"copy_rate": float("nan")}, ("copy_rate", "finite", "got nan")),

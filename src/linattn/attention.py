@@ -340,8 +340,9 @@ def _closed(
         _check.width((n, D), state.D)
         sums = (state.kv, state.k_sum, state.log_scale)
     order = closed_order(
-        n, k.shape[-2], d_k, d_v, D, call.groups, causal, state is not None or return_state, order
-    )
+        n, k.shape[-2], d_k, d_v, D, found.row_operations(d_k), call.groups, causal,
+        state is not None or return_state, order,
+    )  # fmt: skip
     if out is None:
         out = np.empty(call.shape, dtype=call.dtype)
     return closed.attend(

@@ -248,7 +248,10 @@ def fidelity(
         D = phi.width(d_k)
         if D is None:
             D = int(at(k[:1, :1]).shape[-1])
-        price = plan(n_q, n_k, d_k, d_v, D=D, causal=causal, closed_form=phi.closed_form)
+        price = plan(
+            n_q, n_k, d_k, d_v, D=D, causal=causal, closed_form=phi.closed_form,
+            row_operations=phi.row_operations(d_k),
+        )  # fmt: skip
         run: Callable[..., Any] = lambda q, k, v, at=at: linear_attention(  # noqa: E731
             q, k, v, at, causal=causal
         )

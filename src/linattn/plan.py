@@ -5,9 +5,12 @@
     linear:     phi(Q) (phi(K)^T V)      2 n_k D d_v + 2 n_q D d_v        operations
     quadratic:  (phi(Q) phi(K)^T) V      2 n_q n_k D + 2 n_q n_k d_v      operations
 
-A multiplication with its addition counts as two operations. Integers come in, a frozen and
-printable `Plan` goes out; this module knows no arrays. Rates are not guessed: where predicted
-seconds are wanted, the caller passes what was measured.
+A multiplication with its addition counts as two operations. What a map takes to make the features
+of a row comes as one number more, in operations of these products: both orders pay it, but for the
+quadratic one with a closed form, which makes no features.
+
+Integers come in, a frozen and printable `Plan` goes out; this module knows no arrays. Rates are not
+guessed: where predicted seconds are wanted, the caller passes what was measured.
 """
 
 from __future__ import annotations
@@ -29,13 +32,19 @@ _SUM_BYTES = 8  # the sums of a state are float64 whatever the input
 
 
 def prefers_quadratic(
-    n_q: int, n_k: int, D: int, d_v: int, groups: int = 1, width: int | None = None
+    n_q: int,
+    n_k: int,
+    D: int,
+    d_v: int,
+    groups: int = 1,
+    width: int | None = None,
+    row_operations: int = 0,
 ) -> bool:
     """Whether the quadratic order needs fewer operations than the linear one.
 
     ::
 
-        groups n_q n_k (width + d_v)  <  (n_k + groups n_q) D d_v
+        2 groups n_q n_k (width + d_v)  <  (n_k + groups n_q) (2 D d_v + row_operations)
 
     The rule behind ``order="auto"``, alone and cheap enough for every call; `plan` uses it, and
     the native core repeats it.
@@ -49,6 +58,9 @@ def prefers_quadratic(
     width:
         operations/2 that one score phi(q) . phi(k) costs: D, or d_k where a closed-form kernel
         gives the score without expanding the features. None means D.
+    row_operations:
+        of making the features of a row, where the linear order alone makes any: those of a map
+        with a closed form, else 0
 
     Examples
     --------
@@ -60,20 +72,29 @@ def prefers_quadratic(
     if width is None:
         width = D
     queries = groups * n_q
-    return queries * n_k * (width + d_v) < (n_k + queries) * D * d_v
+    return 2 * queries * n_k * (width + d_v) < (n_k + queries) * (2 * D * d_v + row_operations)
 
 
 def prefers_one_chunk(
-    n: int, D: int, d_v: int, groups: int, width: int, chunk: int = _CLOSED_CHUNK
+    n: int,
+    D: int,
+    d_v: int,
+    groups: int,
+    width: int,
+    row_operations: int = 0,
+    chunk: int = _CLOSED_CHUNK,
 ) -> bool:
     """Whether the causal form of a map with a closed form is cheaper as one chunk, without a state.
 
     ::
 
-        groups n (n + 1)/2 (width + d_v)  <  (1 + groups) n D d_v + what is inside the chunks
+        groups n (n + 1) (width + d_v)  <  (1 + groups) n (2 D d_v + row_operations)
+                                           + what is inside the chunks
 
     width:
         operations/2 of a score: d_k
+    row_operations:
+        of making the features of a row
 
     Examples
     --------
@@ -81,7 +102,8 @@ def prefers_one_chunk(
     (True, False)
     """
     outside = n * (n + 1) // 2 - _inside(n, chunk)
-    return groups * outside * (width + d_v) < (1 + groups) * n * D * d_v
+    row = 2 * D * d_v + row_operations
+    return 2 * groups * outside * (width + d_v) < (1 + groups) * n * row
 
 
 def closed_order(
@@ -90,6 +112,7 @@ def closed_order(
     d_k: int,
     d_v: int,
     D: int,
+    row_operations: int,
     groups: int,
     causal: bool,
     state: bool,
@@ -104,14 +127,15 @@ def closed_order(
 
     Examples
     --------
-    >>> closed_order(1024, 1024, 64, 64, 2145, 1, causal=False, state=False, order="auto")
+    >>> closed_order(1024, 1024, 64, 64, 2145, 0, 1, causal=False, state=False, order="auto")
     'quadratic'
     """
     if state or order == "linear":
         return "linear"
     if causal:
-        return "quadratic" if prefers_one_chunk(n_q, D, d_v, groups, d_k) else "linear"
-    if order == "quadratic" or prefers_quadratic(n_q, n_k, D, d_v, groups, d_k):
+        one = prefers_one_chunk(n_q, D, d_v, groups, d_k, row_operations)
+        return "quadratic" if one else "linear"
+    if order == "quadratic" or prefers_quadratic(n_q, n_k, D, d_v, groups, d_k, row_operations):
         return "quadratic"
     return "linear"
 
@@ -121,10 +145,11 @@ class Cost:
     """What one order costs, summed over the batch and all heads.
 
     operations:
-        of the two matrix products, multiplication and addition counted apart. The feature map
-        itself is the same for both orders and not counted.
+        of the two matrix products, multiplication and addition counted apart
     normaliser_operations:
         what the denominators add to them
+    feature_operations:
+        what making features adds to them, as far as the map says what a row takes
     elements:
         numbers in the product in the middle: the D x d_v aggregate, or the n_q x n_k matrix
     nbytes:
@@ -136,9 +161,15 @@ class Cost:
 
     operations: int
     normaliser_operations: int
+    feature_operations: int
     elements: int
     nbytes: int
     seconds: float | None = None
+
+    @property
+    def compared(self) -> int:
+        """What the choice of an order goes by: the products, and making features."""
+        return self.operations + self.feature_operations
 
 
 @dataclass(frozen=True)
@@ -174,6 +205,7 @@ class Plan:
     causal: bool
     chunk: int
     closed_form: bool
+    row_operations: int
     itemsize: int
     linear: Cost
     quadratic: Cost
@@ -211,6 +243,7 @@ def plan(
     causal: bool = False,
     chunk: int | None = None,
     closed_form: bool = False,
+    row_operations: int = 0,
     state: bool = False,
     return_state: bool = False,
     order: str = "auto",
@@ -227,6 +260,7 @@ def plan(
         linear:     2 (n_k + groups n_q) D d_v
         quadratic:  2 groups n_q n_k (D + d_v)        D is d_k with a closed-form kernel
         chunked:    2 (1 + groups) n D d_v + groups sum_c c (c + 1) (D + d_v)
+        features:   (n_k + groups n_q) row_operations     none of the quadratic order's with one
 
     for each key head, where the last sum runs over the lengths c of the chunks: the masked product
     inside them. In the causal form the quadratic order is priced as the product under the
@@ -250,6 +284,8 @@ def plan(
     closed_form
         the map has a kernel for phi(q) . phi(k) that costs d_k rather than D a score, also inside
         chunks; where that is cheaper, the causal form takes all positions as one chunk
+    row_operations
+        what the map takes to make the features of a row, `FeatureMap.row_operations`
     state, return_state
         whether a state comes in or goes out: either means the linear order
     order
@@ -301,6 +337,7 @@ def plan(
     if chunk is None:
         chunk = _CLOSED_CHUNK if closed_form else _CHUNK
     chunk, itemsize = _size("chunk", chunk, 1), _size("itemsize", itemsize, 1)
+    row_operations = _size("row_operations", row_operations, 0)
     threads, workspace = _size("threads", threads, 1), _size("workspace", workspace, 0)
     for name, rate in (("matmul_rate", matmul_rate), ("copy_rate", copy_rate)):
         if rate is not None and not 0 < rate < math.inf:
@@ -325,28 +362,35 @@ def plan(
 
     moved = itemsize * batch * (queries * (d_k + d_v) + n_k * (d_k + d_v))
 
-    def price(operations: int, sums: int, elements: int) -> Cost:
+    def price(operations: int, sums: int, features: int, elements: int) -> Cost:
         seconds = None
         if matmul_rate is not None:
-            seconds = batch * (operations + sums) / matmul_rate
+            seconds = batch * (operations + sums + features) / matmul_rate
         if copy_rate is not None:
             seconds = max(seconds or 0.0, moved / copy_rate)
         return Cost(
-            batch * operations, batch * sums, batch * elements, batch * elements * itemsize, seconds
+            operations=batch * operations,
+            normaliser_operations=batch * sums,
+            feature_operations=batch * features,
+            elements=batch * elements,
+            nbytes=batch * elements * itemsize,
+            seconds=seconds,
         )
 
-    linear = price(linear_ops, linear_sums, D * d_v)
-    quadratic = price(2 * scores * (width + d_v), scores, queries * n_k)
+    made = (n_k + queries) * row_operations
+    alone = row_operations if closed_form else 0  # of a row, in the linear order only
+    linear = price(linear_ops, linear_sums, made, D * d_v)
+    quadratic = price(2 * scores * (width + d_v), scores, 0 if closed_form else made, queries * n_k)
 
     # The decision. Where it is no choice, the reason says so, so that nothing is overruled unseen.
     taken: Order = "linear"
-    less, more = sorted((linear.operations, quadratic.operations))
+    less, more = sorted((linear.compared, quadratic.compared))
     if (
         causal
         and not (state or return_state)
         and closed_form
         and order == "auto"
-        and (prefers_one_chunk(n_q, D, d_v, groups, width, chunk))
+        and (prefers_one_chunk(n_q, D, d_v, groups, width, row_operations, chunk))
     ):
         taken = "quadratic"
         reason = f"{more / less:.2f}x fewer operations, all positions as one chunk"
@@ -358,7 +402,7 @@ def plan(
         taken = "quadratic" if order == "quadratic" else "linear"
         reason = "as asked"
     else:
-        if prefers_quadratic(n_q, n_k, D, d_v, groups, width):
+        if prefers_quadratic(n_q, n_k, D, d_v, groups, width, alone):
             taken = "quadratic"
         reason = f"{more / less:.2f}x fewer operations" if 0 < less < more else "no dearer"
     form: Form = "parallel"
@@ -381,13 +425,19 @@ def plan(
         causal=causal,
         chunk=chunk,
         closed_form=closed_form,
+        row_operations=row_operations,
         itemsize=itemsize,
         linear=linear,
         quadratic=quadratic,
         order=taken,
         form=form,
         reason=reason,
-        crossover=_crossover(D, d_v, width, groups, chunk if causal else None),
+        crossover=_crossover(
+            2 * D * d_v + alone,
+            2 * (width + d_v),
+            groups,
+            chunk if causal else None,
+        ),
         textbook_bytes=itemsize * batch * (maps + rows + D * d_v + D),
         textbook_quadratic_bytes=(
             itemsize * batch * ((0 if closed_form else maps) + rows + queries * n_k)
@@ -412,14 +462,18 @@ def _inside(n: int, chunk: int) -> int:
     return whole * (chunk * (chunk + 1) // 2) + rest * (rest + 1) // 2
 
 
-def _crossover(D: int, d_v: int, width: int, groups: int, chunk: int | None) -> int:
-    """The least n >= 1 from which the linear order has no more operations."""
+def _crossover(row: int, pair: int, groups: int, chunk: int | None) -> int:
+    """The least n >= 1 from which the linear order has no more operations.
+
+    row: operations of a row that the linear order alone makes
+    pair: of a query with a key
+    """
     if chunk is None:
-        return -(-(1 + groups) * D * d_v // (groups * (width + d_v)))
+        return -(-(1 + groups) * row // (groups * pair))
 
     def no_dearer(n: int) -> bool:
         outside = groups * (n * (n + 1) // 2 - _inside(n, chunk))
-        return (1 + groups) * n * D * d_v <= outside * (width + d_v)
+        return (1 + groups) * n * row <= outside * pair
 
     return _first(no_dearer)
 
@@ -459,6 +513,8 @@ def _table(p: Plan) -> str:
     row("", "linear", "quadratic")
     row("operations", *(f"{c.operations:,}" for c in costs))
     row("  with the normaliser", *(f"{c.operations + c.normaliser_operations:,}" for c in costs))
+    if p.row_operations:
+        row("making features", *(f"{c.feature_operations:,}" for c in costs))
     row("numbers in the middle", *(f"{c.elements:,}" for c in costs))
     row("  in bytes", *(_bytes(c.nbytes) for c in costs))
     row("textbook's extra memory", _bytes(p.textbook_bytes), _bytes(p.textbook_quadratic_bytes))

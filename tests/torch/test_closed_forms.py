@@ -71,7 +71,8 @@ def test_both_orders_around_the_edges_of_blocks(name: str, dtype: str) -> None:
 
 def test_taylor_in_both_orders_on_both_sides_of_the_crossover() -> None:
     found, d = feature_maps.taylor(), 16
-    crossover = plan(1, 1, d, D=found.width(d), closed_form=True).crossover
+    D, row = found.width(d), found.row_operations(d)
+    crossover = plan(1, 1, d, D=D, closed_form=True, row_operations=row).crossover
     for n in (crossover // 3, crossover - 1, crossover, 3 * crossover):
         q, k, v = inputs(n, (2,), n, d, d)
         for order in ("linear", "quadratic", "auto"):

@@ -57,6 +57,7 @@ def explain(
         d_v,
         D=phi.width(d) if features is None else features,
         closed_form=phi.closed_form,
+        row_operations=phi.row_operations(d),
         batch=batch,
         groups=groups,
         causal=causal,

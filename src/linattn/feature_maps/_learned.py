@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ._base import Affine, Array, Family, concatenate, constant, namespace, wide
+from ._base import WRITTEN, Affine, Array, Family, concatenate, constant, namespace, wide
 from ._elementwise import log_softmax
 from ._random import scaled, side
 
@@ -66,6 +66,10 @@ class Learned(Family):
 
     def width(self, d_k: int) -> int:
         return int(self.weight.shape[-2])
+
+    def row_operations(self, d_k: int) -> int:
+        """Those of W x."""
+        return 2 * d_k * int(self.weight.shape[-2])
 
     def layer(self, xp: Any, x: Array) -> Array:
         """W x + b."""
@@ -169,6 +173,11 @@ class Hedgehog(Learned, label="hedgehog"):
 
     def width(self, d_k: int) -> int:
         return 2 * super().width(d_k)
+
+    def row_operations(self, d_k: int) -> int:
+        """Those of W x, and of a pass over features that are normalised."""
+        passes = 0 if self.normalise is None else WRITTEN * self.width(d_k)
+        return super().row_operations(d_k) + passes
 
     def project(self, x: Array) -> Array:
         xp = namespace(x)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ._base import Array, Family, concatenate, constant, namespace, taken
+from ._base import WRITTEN, Array, Family, concatenate, constant, namespace, taken
 from ._random import Drawn, scaled
 
 __all__ = ["Polynomial", "PolynomialSketch", "Taylor"]
@@ -174,6 +174,14 @@ def repeated(d: int, p: int) -> tuple[Array, Array]:
     return found
 
 
+def _passes(d: int, degree: int, packed: bool) -> int:
+    """Numbers that `powers` writes for a row.
+
+    Those of a packed square count twice, as measured: they're made in strips, of d numbers at most.
+    """
+    return sum(_width(d, p, packed) * (1 + (packed and p == 2)) for p in range(1, degree + 1))
+
+
 def _last(degree: int) -> list[float]:
     """Factors that leave only the power of this degree."""
     return [0.0] * (degree - 1) + [1.0]
@@ -238,6 +246,9 @@ class Taylor(Family, label="taylor"):
 
     def width(self, d_k: int) -> int:
         return 1 + sum(_width(d_k, p, self.packed) for p in range(1, self.order + 1))
+
+    def row_operations(self, d_k: int) -> int:
+        return WRITTEN * (1 + _passes(d_k, self.order, self.packed))
 
     def project(self, x: Array, out: Array | None = None) -> Array:
         xp = namespace(x)
@@ -322,6 +333,9 @@ class Polynomial(Family, label="polynomial"):
 
     def width(self, d_k: int) -> int:
         return _width(d_k + (self.offset > 0), self.degree, self.packed)
+
+    def row_operations(self, d_k: int) -> int:
+        return WRITTEN * _passes(d_k + (self.offset > 0), self.degree, self.packed)
 
     def project(self, x: Array, out: Array | None = None) -> Array:
         xp = namespace(x)
@@ -417,6 +431,14 @@ class PolynomialSketch(Drawn, label="polynomial_sketch"):
 
     def width(self, d_k: int) -> int:
         return _width(self.features, 2, True) if self.squared else self.features
+
+    def row_operations(self, d_k: int) -> int:
+        """Products with the sketches, a pass for each step of a transform, one for the square."""
+        count, m = self.degree // 2 if self.squared else self.degree, self.features
+        products = count * 2 * (d_k + (self.offset > 0)) * m
+        transforms = count + 1 if count > 1 else 0
+        passes = transforms * m * (m - 1).bit_length()
+        return products + WRITTEN * (passes + (_passes(m, 2, True) if self.squared else 0))
 
     def project(self, x: Array) -> Array:
         xp = namespace(x)

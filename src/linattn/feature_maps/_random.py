@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .. import fronts
-from ._base import Affine, Array, Family, concatenate, constant, namespace, wide, with_sign
+from ._base import WRITTEN, Affine, Array, Family, concatenate, constant, namespace, wide, with_sign
 
 __all__ = ["Favor", "PerformerRelu", "ReluRandom", "Rfa", "directions", "scaled"]
 
@@ -101,6 +101,11 @@ class Drawn(Family):
 
     def width(self, d_k: int) -> int:
         return self.features
+
+    def row_operations(self, d_k: int) -> int:
+        """The product with the directions, and a pass over features that the core doesn't make."""
+        product = 2 * d_k * self.count
+        return product if self.affine(d_k) else product + WRITTEN * self.features
 
     def redraw(self: F, seed: int) -> F:
         """The same map with other directions.

@@ -153,6 +153,7 @@ def linear_attention(
             k.shape[-1],
             v.shape[-1],
             D,
+            found.row_operations(k.shape[-1]),
             groups,
             causal,
             state is not None or return_state,
