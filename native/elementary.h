@@ -91,10 +91,10 @@ static inline ExpParts<T> exp_parts(Vec<T> x) {
 }
 
 // x - n ln(2) for |n| <= 151. With a fused multiply-add one float constant does: the product is exact, and ln(2) is
-// off by 1.9e-9, so exp(-16) by 0.4 and exp(-87) by 2 units in the last place.
+// off by 1.9e-9, so exp(-16) by 0.4 and exp(-87) by 2 units in the last place. (Unoptimised code fuses nothing.)
 template <class T>
 static inline Vec<T> minus_logs(Vec<T> x, Vec<T> n) {
-#if defined(__FMA__) || defined(__aarch64__)
+#if (defined(__FMA__) || defined(__aarch64__)) && defined(__OPTIMIZE__)
   if constexpr (sizeof(T) == 4) return x - n * 0.693147180559945309f;
 #endif
   return (x - n * Format<T>::kLn2High) - n * Format<T>::kLn2Low;
