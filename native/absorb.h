@@ -32,7 +32,7 @@ struct Source {
 
 template <class T>
 static void absorb_of(const Layer& layer, StateRef state, View k, View v, MaskView mask, int64_t begin, int64_t end,
-                      void* scratch);
+                      void* scratch, const Prepared<T>* straight = nullptr);
 
 template <class T>
 static int64_t absorb_bytes(const Layer& layer);
@@ -40,20 +40,23 @@ static int64_t absorb_bytes(const Layer& layer);
 // The sums of the last blocks, in the working precision, on their way to the double state. Each block is summed in
 // registers and added here; every kFlushRows rows all of it is added to the state. (Converting every block of 64 cost
 // 8 % of the causal form.) With `ready`, a prepared state follows every block, by at most kFlushRows / kChunk
-// additions of its own, and is rounded from the double state anew at each flush.
+// additions of its own, and is rounded from the double state anew at each flush. With `straight`, which is no more
+// than kFlushRows rows, the sums are made there, as queries read them, and the double state isn't touched: rounded to
+// it and back they would be the same.
 template <class T>
 class PendingSums {
  public:
-  // `later`: nothing reads the prepared state but its k_sum before the first add, which then prepares it.
+  // `later`: the state is empty, and nothing reads the prepared one but its k_sum before the first add.
   PendingSums(const Layer& layer, StateRef state, Source source, Arena& arena, const Prepared<T>* ready = nullptr,
-              bool later = false)
+              bool later = false, const Prepared<T>* straight = nullptr)
       : layer_(layer),
         w_(layer),
         state_(state),
         source_(source),
         ready_(ready),
-        kv_(arena.take<T>(w_.d * w_.v_row)),
-        k_sum_(arena.take<T>(w_.d_pad)),
+        straight_(straight),
+        kv_(straight ? straight->kv : arena.take<T>(w_.d * w_.v_row)),
+        k_sum_(straight ? straight->k_sum : arena.take<T>(w_.d_pad)),
         again_(sizeof(T) == 4 ? arena.take<char>(absorb_bytes<double>(layer)) : nullptr) {
     if (later) {
       for (int64_t d = 0; d < w_.d_pad; ++d) ready_->k_sum[d] = 0;
@@ -68,9 +71,17 @@ class PendingSums {
     begun_ = true;
   }
 
+  // The same for an empty state.
+  void begin_empty() {
+    clear();
+    if (ready_)
+      for (int64_t i = 0; i < w_.d * w_.v_row; ++i) ready_->kv[i] = 0;
+    begun_ = true;
+  }
+
   // += phi: (rows, D)^T v: (rows, d_v), and the column sums of phi
   void add(const T* phi, Rows<T> v, int64_t first, int64_t rows, Ahead (&ahead)[2]) {
-    if (!begun_) begin();
+    if (!begun_) begin_empty();
     if (rows_ == 0) first_ = first;
     for_strips<T, kTileVectors>(w_.v_pad, [&](auto vectors, int64_t c) {
       constexpr int NV = decltype(vectors)::value;
@@ -93,7 +104,7 @@ class PendingSums {
       }
     });
     rows_ = first + rows - first_;
-    if (rows_ >= kFlushRows) flush();
+    if (rows_ >= kFlushRows && !straight_) flush();
   }
 
   // Adds everything to the state and starts again.
@@ -107,8 +118,10 @@ class PendingSums {
   void finish() {
     if (rows_ == 0) return;
     if (sizeof(T) == 4 && out_of_range()) {  // these rows again, in double
+      if (straight_) clear_state();
       absorb_of<double>(layer_, state_, source_.k, source_.v, source_.mask, first_, first_ + rows_, again_);
-    } else {
+      if (straight_) prepare_of<T>(layer_, state_, straight_->kv);
+    } else if (!straight_) {
       for (int64_t d = 0; d < w_.d; ++d) add_to_state(state_.kv + d * w_.v, kv_ + d * w_.v_row, w_.v);
       add_to_state(state_.k_sum, k_sum_, w_.d);
     }
@@ -135,11 +148,16 @@ class PendingSums {
     rows_ = 0;
   }
 
+  void clear_state() {
+    for (int64_t i = 0; i < w_.d * w_.v; ++i) state_.kv[i] = 0;
+    for (int64_t d = 0; d < w_.d; ++d) state_.k_sum[d] = 0;
+  }
+
   const Layer& layer_;
   const Widths<T> w_;
   StateRef state_;
   Source source_;
-  const Prepared<T>* ready_;
+  const Prepared<T>*ready_, *straight_;
   T *kv_, *k_sum_;
   void* again_;
   int64_t first_ = 0, rows_ = 0;
@@ -159,7 +177,7 @@ static int64_t absorb_bytes(const Layer& layer) {
 
 template <class T>
 static void absorb_of(const Layer& layer, StateRef state, View k, View v, MaskView mask, int64_t begin, int64_t end,
-                      void* scratch) {
+                      void* scratch, const Prepared<T>* straight) {
   const Widths<T> w(layer);
   const int64_t most = rows_per_block<T>(kAbsorbRows, w.d_pad);
   Arena arena(scratch);
@@ -168,7 +186,7 @@ static void absorb_of(const Layer& layer, StateRef state, View k, View v, MaskVi
   T* input = arena.take<T>(most * w.x_row);
   T* scale = arena.take<T>(w.d_pad);
   uint8_t* kept = arena.take<uint8_t>(most);
-  PendingSums<T> pending(layer, state, {k, v, mask}, arena);
+  PendingSums<T> pending(layer, state, {k, v, mask}, arena, nullptr, false, straight);
   for (int64_t r0 = begin; r0 < end; r0 += most) {
     const int64_t rows = min_of(most, end - r0);
     const int64_t count = mask.data ? read_mask(mask, r0, rows, kept) : rows;
@@ -198,6 +216,17 @@ static void absorb_of(const Layer& layer, StateRef state, View k, View v, MaskVi
     pending.add(phi, right, r0, rows, ahead);
   }
   pending.finish();
+}
+
+// The sums of n keys and values, as queries read them. `spare` is a state for what has to be made in double. False:
+// too many keys, or a map with scales; they have to go through a state.
+template <class T>
+static bool sums_of(const Layer& layer, StateRef spare, View k, View v, MaskView mask, int64_t n, void* prepared,
+                    void* scratch) {
+  if (n > kFlushRows || layer.map == Map::exp) return false;
+  const Prepared<T> straight(layer, prepared);
+  absorb_of<T>(layer, spare, k, v, mask, 0, n, scratch, &straight);
+  return true;
 }
 
 }  // namespace LINATTN_ISA_NS

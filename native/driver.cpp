@@ -120,15 +120,24 @@ class Run : public Units {
     const Own mine = own();
     const Place at = place_of(unit, 0);
     const StateRef state = result_or(unit, mine.state);
-    start(state, at.before);
-    kernels_.absorb(layer_of(at), state, at.k, at.v, at.mask, 0, keys_of(unit), mine.scratch);
-    query_all(unit, state, mine);
+    const bool straight =
+        !p_.before.kv && !p_.after.kv &&
+        kernels_.sums(layer_of(at), state, at.k, at.v, at.mask, keys_of(unit), mine.prepared, mine.scratch);
+    if (!straight) {
+      start(state, at.before);
+      kernels_.absorb(layer_of(at), state, at.k, at.v, at.mask, 0, keys_of(unit), mine.scratch);
+      kernels_.prepare(p_.layer, state, mine.prepared);
+    }
+    query_all(unit, mine);
   }
 
-  void whole_query(int64_t unit) { query_all(unit, state_at(p_.before, place_of(unit, 0).before), own()); }
+  void whole_query(int64_t unit) {
+    const Own mine = own();
+    kernels_.prepare(p_.layer, state_at(p_.before, place_of(unit, 0).before), mine.prepared);
+    query_all(unit, mine);
+  }
 
-  void query_all(int64_t unit, StateRef state, const Own& mine) {
-    kernels_.prepare(p_.layer, state, mine.prepared);
+  void query_all(int64_t unit, const Own& mine) {
     for (int64_t g = 0; g < groups_; ++g) {
       const Place here = place_of(unit, g);
       note(kernels_.query(layer_of(here), mine.prepared, here.q, here.out, 0, queries_of(unit), mine.scratch));

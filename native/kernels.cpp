@@ -55,6 +55,11 @@ static void absorb(const Layer& layer, StateRef state, View k, View v, MaskView 
 static void prepare(const Layer& layer, StateRef state, void* prepared) {
   in_precision(layer, [&](auto t) { prepare_of<decltype(t)>(layer, state, prepared); });
 }
+static bool sums(const Layer& layer, StateRef spare, View k, View v, MaskView mask, int64_t n, void* prepared,
+                 void* scratch) {
+  return in_precision(layer,
+                      [&](auto t) { return sums_of<decltype(t)>(layer, spare, k, v, mask, n, prepared, scratch); });
+}
 static bool query(const Layer& layer, const void* prepared, View q, OutView out, int64_t begin, int64_t end,
                   void* scratch) {
   return in_precision(layer,
@@ -115,6 +120,7 @@ extern const Kernels kTable = {
     absorb,
     prepared_bytes,
     prepare,
+    sums,
     query,
     causal,
     quadratic,

@@ -106,6 +106,9 @@ struct Kernels {
   // Bytes of, and the state in the form that queries read: rounded to the working precision, padded.
   int64_t (*prepared_bytes)(const Layer&);
   void (*prepare)(const Layer&, StateRef, void* prepared);
+  // Both for n keys and no state before them, without the way through a state; `spare` is one for what has to be made
+  // in double. False: that way has to be taken.
+  bool (*sums)(const Layer&, StateRef spare, View k, View v, MaskView, int64_t n, void* prepared, void* scratch);
   // The three that write rows of output return whether a row left the range of the working precision (an overflow, or
   // a denominator so small that its terms may have vanished). Such rows hold NaN or infinity: run again with repair.
   //

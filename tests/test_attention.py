@@ -309,6 +309,20 @@ def test_values_that_are_not_finite_reach_later_rows_alone():
     assert np.isnan(got[40:, 3]).all()
 
 
+@pytest.mark.parametrize("keys, values", [(1.0, 1.0), (1e20, 1e25), (-95.0, 1.0)], ids=str)
+@pytest.mark.parametrize("n", [1, 64, 511, 512, 513])
+def test_wanting_the_state_changes_no_bit(n, keys, values):
+    """Though short sums go straight to the queries then, out of float32's range or not."""
+    q, k, v = qkv(n)
+    k = (np.abs(k) + np.float32(1)) * np.float32(keys)
+    mask = np.arange(n) % 7 != 3
+    for how in ({}, {"key_mask": mask}):
+        out = linear_attention(q, k, v * np.float32(values), order="linear", **how)
+        again, _ = linear_attention(q, k, v * np.float32(values), return_state=True, **how)
+        np.testing.assert_array_equal(out, again)
+        assert np.isfinite(out).all() and (n == 1 or (out != 0).all())
+
+
 @pytest.mark.parametrize("splits", [[37, 42], [1, 2, 3], [64], [0, 67]], ids=str)
 def test_in_parts(splits):
     q, k, v = qkv()
