@@ -31,6 +31,11 @@ class Module(torch.nn.Module):
         return linear_attention(q, k, v, causal=True)
 
 
+class Closed(torch.nn.Module):
+    def forward(self, q: Any, k: Any, v: Any) -> Any:
+        return linear_attention(q, k, v, "taylor", causal=True)
+
+
 class Favor(torch.nn.Module):
     def forward(self, q: Any, k: Any, v: Any) -> Any:
         return linear_attention(q, k, v, "favor(features=16)", causal=True)
@@ -120,6 +125,11 @@ FAMILIES: dict[str, Any] = {
     "hedgehog, tensor": feature_maps.hedgehog(torch.tensor(WEIGHT), normalise="halves"),
     "t2r": feature_maps.t2r(WEIGHT, WEIGHT[:, 0]),
     "performer_learned": feature_maps.performer_learned(WEIGHT),
+    "taylor": "taylor",
+    "taylor, made": feature_maps.taylor(packed=False),
+    "polynomial": "polynomial(degree=3, offset=1.0)",
+    "polynomial_sketch": "polynomial_sketch(features=8)",
+    "polynomial_sketch, squared": "polynomial_sketch(features=6, squared=True)",
 }
 
 
@@ -192,15 +202,59 @@ def test_directions_are_drawn_where_the_graph_runs() -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["taylor", "polynomial_sketch(features=8)"])
-def test_families_that_break_the_graph(name: str) -> None:
-    """Closed forms, and a sketch whose constants NumPy draws; without `fullgraph` they serve."""
+@pytest.mark.parametrize("causal", [False, True])
+def test_compiled_closed_forms_choose_their_order_where_they_run(causal: bool) -> None:
+    """One graph for lengths on both sides of the crossover, with the bits of both orders."""
     torch._dynamo.reset()
-    f = lambda q, k, v: linear_attention(q * 2, k, v, name, causal=True) + 1  # noqa: E731
+    count = CompileCounterWithBackend("aot_eager")
+    f = torch.compile(
+        lambda q, k, v: linear_attention(q, k, v, "taylor", causal=causal),
+        fullgraph=True, dynamic=True, backend=count,
+    )  # fmt: skip
+    for n in (13, 400, 37):
+        x = inputs(n, (), n, 3, 3, grad=True)
+        found, right = f(*x), linear_attention(*x, "taylor", causal=causal)
+        same(found, right)
+        g = normal(2, n, 3)
+        pairs = zip(torch.autograd.grad(found, x, g), torch.autograd.grad(right, x, g), strict=True)
+        for a, b in pairs:
+            same(a, b)
+    assert count.frame_count == 1
+
+
+def test_compiled_closed_forms_with_everything() -> None:
+    """Grouped heads, a mask, keys that several elements share, states in and out."""
+
+    def f(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        given: Any = {"feature_map": "taylor", "causal": True, "enable_gqa": True}
+        out, state = linear_attention(q, k, v, key_mask=mask, return_state=True, **given)
+        more, state = linear_attention(q, k, v, state=state, return_state=True, **given)
+        plain = linear_attention(q, k, v, normalize=False, **given)
+        return out + more + plain, state.kv, state.k_sum
+
+    g = compiled(f)
+    for n in (37, 13):
+        q = normal(1, 3, 4, n, 5).requires_grad_()
+        k, v = normal(2, 1, 2, n, 5).requires_grad_(), normal(3, 1, 2, n, 7).requires_grad_()
+        mask = normal(4, 1, 1, n) > -0.5
+        found, right = g(q, k, v, mask), f(q, k, v, mask)
+        for a, b in zip(found, right, strict=True):
+            same(a, b)
+        pairs = (
+            torch.autograd.grad(sum(x.sin().sum() for x in y), (q, k, v)) for y in (found, right)
+        )
+        for a, b in zip(*pairs, strict=True):
+            same(a, b)
+
+
+def test_compiled_states_of_closed_forms() -> None:
+    def f(q: Any, k: Any, v: Any) -> Any:
+        state = State.of(k, v, "taylor").absorb(k, v)
+        return state.query(q), state.step(q[..., :1, :], k[..., :1, :], v[..., :1, :])
+
     x = inputs(1, (2,), 13, 5, 7)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):
-        torch.compile(f, fullgraph=True, backend="eager")(*x)
-    same(torch.compile(f, backend="eager")(*x), f(*x))
+    for a, b in zip(compiled(f)(*x), f(*x), strict=True):
+        same(a, b)
 
 
 @pytest.mark.slow
@@ -516,3 +570,41 @@ def test_opcheck_in_place(name: str) -> None:
     torch.library.opcheck(
         torch.ops.linattn.step_.default, (*sums, q, k, v, name, 1e-6, False, True)
     )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("with_state", [False, True])
+def test_opcheck_closed(causal: bool, with_state: bool) -> None:
+    q, k, v = inputs(15, (2, 3), 13, 3, 7, grad=True)
+    state = State.of(k.detach(), v.detach(), "taylor")
+    sums = (state.kv.requires_grad_(), state.k_sum.requires_grad_())
+    args = (
+        "taylor", 1e-6, causal, False, not with_state, with_state, "auto", normal(1, 13) > 0, None,
+        *(sums if with_state else (None, None)),
+    )  # fmt: skip
+    torch.library.opcheck(torch.ops.linattn.closed.default, (q, k, v, *args))
+    with torch.no_grad():
+        q, k, v = (x.detach() for x in (q, k, v))
+        args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
+        out, den, *after = torch.ops.linattn.closed.default(q, k, v, *args)
+        grads = [torch.ones_like(x) if with_state else None for x in after]
+        torch.library.opcheck(
+            torch.ops.linattn.closed_backward.default,
+            (torch.ones_like(out), *grads, q, k, v, *args, out, den),
+        )
+
+
+def test_opcheck_features() -> None:
+    x, name = normal(16, 2, 13, 5).requires_grad_(), "polynomial_sketch(features=8)"
+    torch.library.opcheck(torch.ops.linattn.features.default, (x, name, False))
+    torch.library.opcheck(
+        torch.ops.linattn.features_backward.default, (normal(17, 2, 13, 8), x.detach(), name, True)
+    )
+
+
+def test_export_of_a_closed_form() -> None:
+    made = torch.export.export(Closed(), inputs(1, (2, 3), 37, 3, 7), dynamic_shapes=AXES)
+    assert "linattn.closed" in made.graph_module.code
+    for n in (2, 300):
+        x = inputs(n, (2, 3), n, 3, 7)
+        same(made.module()(*x), Closed()(*x))

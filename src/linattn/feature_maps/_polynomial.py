@@ -188,7 +188,11 @@ def _last(degree: int) -> list[float]:
 
 
 def _width(d: int, p: int, packed: bool) -> int:
-    return math.comb(d + p - 1, p) if packed else int(d**p)
+    """C(d + p - 1, p) or d^p, in operations that torch.compile knows of a size that is a symbol."""
+    found = 1
+    for i in range(p):
+        found = found * (d + i) // (i + 1) if packed else found * d
+    return found
 
 
 def _degree(name: str, value: Any) -> None:

@@ -21,7 +21,7 @@ from .. import _check, feature_maps
 from ..backends import native
 from ..feature_maps import FeatureMap
 from ..plan import closed_order
-from . import _arguments, _closed, _direct, _eager
+from . import _arguments, _closed, _closed_ops, _direct, _eager  # noqa: F401  operators
 from ._composite import Sums
 from ._roads import expanded, into
 from ._state import TensorState
@@ -147,18 +147,11 @@ def linear_attention(
         assert D is not None
         if state is not None:
             _check.width((n, D), state.D)
-        order = closed_order(
-            n,
-            k.shape[-2],
-            k.shape[-1],
-            v.shape[-1],
-            D,
-            found.row_operations(k.shape[-1]),
-            groups,
-            causal,
-            state is not None or return_state,
-            order,
-        )
+        if not torch.compiler.is_compiling():  # the operator chooses where it runs
+            order = closed_order(
+                n, k.shape[-2], k.shape[-1], v.shape[-1], D, found.row_operations(k.shape[-1]),
+                groups, causal, state is not None or return_state, order,
+            )  # fmt: skip
         options = _closed.Options(found, number, causal, enable_gqa, normalize, return_state, order)
         made: tuple[Tensor, Sums | None] = _closed.attend(q, k, v, options, mask, cuts, sums)
         answer, after = made

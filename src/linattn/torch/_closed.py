@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..backends.closed import KEYS, ROWS
 from ..feature_maps import FeatureMap
-from . import _arguments, _roads
+from . import _arguments, _direct, _roads
 from ._composite import Call, Part, Sums, finite_part, is_finite, ratio, weighed, wide
 
 __all__ = ["Options", "absorbed", "attend", "serves"]
@@ -65,8 +65,8 @@ def serves(found: FeatureMap, *tensors: Tensor) -> bool:
     """Whether a call is computed here.
 
     Where torch records operations, for a transform or a trace, features are expanded instead: the
-    record doesn't grow with the number of blocks then. What torch.compile records ends before
-    `attend` and goes on behind it.
+    record doesn't grow with the number of blocks then. torch.compile and torch.export record one
+    operator, see `_closed_ops`.
     """
     if not found.closed_form or getattr(found, "learned", False):  # weights may want a gradient
         return False
@@ -78,7 +78,6 @@ def serves(found: FeatureMap, *tensors: Tensor) -> bool:
     )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend(
     q: Tensor, k: Tensor, v: Tensor, options: Options, key_mask: Tensor | None,
     cuts: Tensor | None, sums: Sums | None,
@@ -86,12 +85,19 @@ def attend(
     """out (..., n_q, d_v), and the state after all keys with `return_state`.
 
     Arguments have been checked; order is "linear" or "quadratic", which in the causal form means
-    one chunk of all positions.
+    one chunk of all positions, or in a graph what was asked for.
     """
     kv, k_sum, _ = sums or (None, None, None)
     given = [x for x in (q, k, v, kv, k_sum) if x is not None]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    if wanted:
         q, k, v, kv, k_sum = _expanded(q, k, v, kv, k_sum, cuts, options.enable_gqa)
+    if torch.compiler.is_compiling():
+        out, _, kv, k_sum = torch.ops.linattn.closed.default(
+            q, k, v, options.found.name, *options[1:], key_mask, cuts, kv, k_sum
+        )
+        return out, Sums(kv, k_sum, None) if options.return_state else None
+    if wanted:
         made = _Attend.apply(q, k, v, kv, k_sum, key_mask, cuts, options)
         return (made[0], Sums(made[1], made[2], None)) if options.return_state else (made, None)
     out, _, after = _attended(q, k, v, key_mask, cuts, sums, options, False)
@@ -104,8 +110,9 @@ def absorbed(
     """The state after some more keys."""
     none = k.new_empty((*k.shape[:-2], 0, k.shape[-1]))
     options = Options(found, 0.0, False, False, True, True, "linear")
-    made: tuple[Tensor, Sums] = attend(none, k, v, options, key_mask, None, sums)
-    return made[1]
+    after = attend(none, k, v, options, key_mask, None, sums)[1]
+    assert after is not None
+    return after
 
 
 def _expanded(
@@ -600,7 +607,7 @@ def _pullback(
     f: Callable[[Tensor], Tensor], x: Tensor
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """f(x), and what takes a gradient of it to one of x."""
-    with torch.enable_grad():
+    with _direct.recording():
         x = x.detach().requires_grad_()
         y = f(x)
 

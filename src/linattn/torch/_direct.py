@@ -8,6 +8,8 @@ longer than a step of decoding.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch.autograd import forward_ad
 
 from ..backends import native
 
-__all__ = ["calm", "mapped", "plain", "verb"]
+__all__ = ["calm", "mapped", "plain", "recording", "verb"]
 
 _is_autocast = torch.is_autocast_enabled
 _transforms = torch._C._are_functorch_transforms_active
@@ -47,6 +49,24 @@ def plain(x: Any, grad: bool) -> bool:
     That the memory is this machine's and has strides is for the core to see, which declines others.
     """
     return type(x) is Tensor and not (grad and x.requires_grad) and not x.is_neg()
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Within an operator: what follows has a gradient, also where a mode looks on.
+
+    Below a mode that intercepts operations torch leaves out all that it does before a kernel:
+    recording gradients, and carrying out conjugates and zeros that tensors only stand for.
+    """
+    keys = torch._C.DispatchKey
+    with ExitStack() as held:
+        for key in (
+            keys.AutogradFunctionality, keys.ADInplaceOrView, keys.Conjugate, keys.Negative,
+            keys.ZeroTensor,
+        ):  # fmt: skip
+            held.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+        held.enter_context(torch.enable_grad())
+        yield
 
 
 def mapped(*grads: Tensor | None) -> bool:

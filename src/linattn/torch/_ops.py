@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import _check, backends
-from ..feature_maps import EXPONENTIAL
+from ..feature_maps import EXPONENTIAL, get
 from ..feature_maps._random import directions as _directions
 from . import _arguments, _composite, _direct
 from ._composite import Sums
@@ -26,46 +26,55 @@ __all__ = [
     "attend_backward",
     "backward_cpu",
     "drawn",
+    "features",
     "gradients",
+    "held_by",
     "keep",
+    "lead_of",
+    "library",
     "step_",
     "step_in_torch",
 ]
 
-_library = torch.library.Library("linattn", "DEF")  # kept: its end would remove the operators
+library = torch.library.Library("linattn", "DEF")  # kept: its end would remove the operators
 
 _CALL = (
     "str feature_map, float eps, bool causal, Tensor? key_mask, Tensor? cu_seqlens, "
     "bool enable_gqa, bool normalize"
 )
-_library.define(
+library.define(
     f"attend(Tensor q, Tensor k, Tensor v, {_CALL}, Tensor? kv, Tensor? k_sum, Tensor? log_scale, "
     "bool return_state, str order) -> (Tensor out, Tensor kv, Tensor k_sum, Tensor log_scale)"
 )
-_library.define(
+library.define(
     "attend_backward(Tensor grad_out, Tensor? grad_kv, Tensor? grad_k_sum, Tensor q, Tensor k, "
     f"Tensor v, Tensor out, {_CALL}, Tensor? kv, Tensor? k_sum, Tensor? log_scale, "
     "Tensor? after_kv, Tensor? after_k_sum, Tensor? after_log_scale) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dkv, Tensor dk_sum)"
 )
-_library.define(
+library.define(
     "absorb_(Tensor(a!) kv, Tensor(b!) k_sum, Tensor(c!)? log_scale, Tensor k, Tensor v, "
     "str feature_map, Tensor? key_mask) -> ()"
 )
-_library.define(
+library.define(
     "step_(Tensor(a!) kv, Tensor(b!) k_sum, Tensor(c!)? log_scale, Tensor q, Tensor k, Tensor v, "
     "str feature_map, float eps, bool enable_gqa, bool normalize) -> Tensor"
 )
-_library.define(
+library.define(
     "directions(SymInt seed, SymInt count, SymInt d, bool orthogonal, *, ScalarType dtype, "
     "Device device) -> Tensor"
 )
+
+library.define("features(Tensor x, str feature_map, bool queries) -> Tensor")
+library.define("features_backward(Tensor grad, Tensor x, str feature_map, bool queries) -> Tensor")
 
 attend = torch.ops.linattn.attend.default
 attend_backward = torch.ops.linattn.attend_backward.default
 absorb_ = torch.ops.linattn.absorb_.default
 step_ = torch.ops.linattn.step_.default
 directions = torch.ops.linattn.directions.default
+features = torch.ops.linattn.features.default
+features_backward = torch.ops.linattn.features_backward.default
 
 
 def _sums(kv: Tensor | None, k_sum: Tensor | None, log_scale: Tensor | None) -> Sums | None:
@@ -108,7 +117,7 @@ def _four(out: Tensor, kv: Any, k_sum: Any, log_scale: Any) -> tuple[Tensor, ...
     )
 
 
-def _held(k: Tensor, v: Tensor, kv: Tensor | None, packed: bool) -> tuple[int, ...]:
+def held_by(k: Tensor, v: Tensor, kv: Tensor | None, packed: bool) -> tuple[int, ...]:
     """The batch shape of keys, values and a state."""
     if kv is None:
         return _arguments.joint_shape(k.shape[:-2], v.shape[:-2])
@@ -116,7 +125,7 @@ def _held(k: Tensor, v: Tensor, kv: Tensor | None, packed: bool) -> tuple[int, .
     return _arguments.joint_shape(k.shape[:-2], v.shape[:-2], past)
 
 
-def _lead(q: Tensor, held: tuple[int, ...], enable_gqa: bool) -> tuple[int, ...]:
+def lead_of(q: Tensor, held: tuple[int, ...], enable_gqa: bool) -> tuple[int, ...]:
     """The batch shape of the output."""
     if enable_gqa:
         return (*_arguments.joint_shape(q.shape[:-3], held[:-1]), q.shape[-3])
@@ -125,8 +134,8 @@ def _lead(q: Tensor, held: tuple[int, ...], enable_gqa: bool) -> tuple[int, ...]
 
 def _attend_fake(*args: Any) -> tuple[Tensor, ...]:
     q, k, v, feature_map, _, _, _, cuts, enable_gqa, _, kv, _, _, return_state, _ = args
-    held = _held(k, v, kv, cuts is not None)
-    out = q.new_empty((*_lead(q, held, enable_gqa), q.shape[-2], v.shape[-1]))
+    held = held_by(k, v, kv, cuts is not None)
+    out = q.new_empty((*lead_of(q, held, enable_gqa), q.shape[-2], v.shape[-1]))
     if not return_state:
         return _four(out, None, None, None)
     if cuts is not None:
@@ -185,8 +194,8 @@ def gradients(
     if grad_kv is not None and grad_k_sum is not None:  # the core takes dense sums alone
         grad_kv, grad_k_sum = grad_kv.contiguous(), grad_k_sum.contiguous()
     # Each element with a gradient of its own; torch adds those of what was expanded.
-    held = _held(k, v, kv, cuts is not None)
-    lead = _lead(q, held, enable_gqa)
+    held = held_by(k, v, kv, cuts is not None)
+    lead = lead_of(q, held, enable_gqa)
     q = q.expand(*lead, *q.shape[-2:])
     k, v = k.expand(*held, *k.shape[-2:]), v.expand(*held, *v.shape[-2:])
     if key_mask is not None and key_mask.ndim > 1:
@@ -450,7 +459,7 @@ def _step_cpu(*args: Any) -> Tensor:
 def _step_fake(*args: Any) -> Tensor:
     kv, q, enable_gqa = args[0], args[3], args[8]
     held = tuple(kv.shape[:-2])
-    return q.new_empty((*_lead(q, held, enable_gqa), q.shape[-2], kv.shape[-1]))
+    return q.new_empty((*lead_of(q, held, enable_gqa), q.shape[-2], kv.shape[-1]))
 
 
 # Of feature maps
@@ -478,6 +487,41 @@ def _columns_fake(
     return torch.empty((d, count), dtype=dtype, device=device)
 
 
+def _features(x: Tensor, feature_map: str, queries: bool) -> Tensor:
+    """A map's step before its kernel, for those that torch.compile can't follow."""
+    project = get(feature_map).projection("q" if queries else "k")
+    assert project is not None
+    made: Tensor = project(x)
+    return made.contiguous()  # some are made feature by feature
+
+
+def _features_fake(x: Tensor, feature_map: str, queries: bool) -> Tensor:
+    D = get(feature_map).width(x.shape[-1])
+    assert D is not None
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty((*x.shape[:-1], D), dtype=wide)
+
+
+def _features_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, *ctx.said = inputs
+    ctx.save_for_backward(x)
+
+
+def _features_grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return features_backward(grad, *ctx.saved_tensors, *ctx.said), None, None
+
+
+def _features_backward(grad: Tensor, x: Tensor, feature_map: str, queries: bool) -> Tensor:
+    with _direct.recording():
+        x = x.detach().requires_grad_()
+        y = _features(x, feature_map, queries)
+        return torch.autograd.grad(y, x, grad)[0].contiguous()
+
+
+def _features_backward_fake(grad: Tensor, x: Tensor, feature_map: str, queries: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 def _register() -> None:
     for name, everywhere, cpu, fake in (
         ("attend", _attend, _attend_cpu, _attend_fake),
@@ -485,19 +529,26 @@ def _register() -> None:
         ("absorb_", absorb_in_torch, _absorb_cpu, _absorb_fake),
         ("step_", step_in_torch, _step_cpu, _step_fake),
     ):
-        _library.impl(name, everywhere, "CompositeExplicitAutograd")
-        _library.impl(name, cpu, "CPU")
-        torch.library.register_fake(f"linattn::{name}", fake, lib=_library)
-    _library.impl("directions", _columns, "CompositeExplicitAutograd")
-    torch.library.register_fake("linattn::directions", _columns_fake, lib=_library)
+        library.impl(name, everywhere, "CompositeExplicitAutograd")
+        library.impl(name, cpu, "CPU")
+        torch.library.register_fake(f"linattn::{name}", fake, lib=library)
+    library.impl("directions", _columns, "CompositeExplicitAutograd")
+    torch.library.register_fake("linattn::directions", _columns_fake, lib=library)
+    library.impl("features", _features, "CompositeExplicitAutograd")
+    torch.library.register_fake("linattn::features", _features_fake, lib=library)
+    library.impl("features_backward", _features_backward, "CompositeExplicitAutograd")
+    torch.library.register_fake("linattn::features_backward", _features_backward_fake, lib=library)
     torch.library.register_autograd(
-        "linattn::attend", _attend_grad, setup_context=_attend_setup, lib=_library
+        "linattn::features", _features_grad, setup_context=_features_setup, lib=library
     )
     torch.library.register_autograd(
-        "linattn::attend_backward", _backward_grad, setup_context=_backward_setup, lib=_library
+        "linattn::attend", _attend_grad, setup_context=_attend_setup, lib=library
     )
-    torch.library.register_vmap("linattn::attend", _attend_vmap, lib=_library)
-    torch.library.register_vmap("linattn::attend_backward", _backward_vmap, lib=_library)
+    torch.library.register_autograd(
+        "linattn::attend_backward", _backward_grad, setup_context=_backward_setup, lib=library
+    )
+    torch.library.register_vmap("linattn::attend", _attend_vmap, lib=library)
+    torch.library.register_vmap("linattn::attend_backward", _backward_vmap, lib=library)
 
 
 _register()

@@ -9,7 +9,6 @@ A map with a closed form has one of its own, see `_closed`, and is expanded for 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from ._composite import Sums
 
 __all__ = ["attend", "expanded", "into", "mapped", "transformed"]
 
-_UNTRACED = (polynomial_sketch,)
+_UNTRACED = (polynomial_sketch,)  # NumPy makes its constants, what torch.compile can't follow
 
 
 def attend(
@@ -91,7 +90,7 @@ def mapped(
             _check.width(tuple(x.shape), D)
         return x, v
     if torch.compiler.is_compiling() and (found.closed_form or isinstance(found, _UNTRACED)):
-        made = _untraced(project, x)
+        made = _ops.features(x, found.name, name == "q")
     else:
         made = project(x)
     if not isinstance(made, Tensor):
@@ -100,12 +99,6 @@ def mapped(
     _check.rows(f"feature_map({name})", tuple(made.shape))
     _check.feature_shape(name, tuple(made.shape), tuple(x.shape), D)
     return made, v
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _untraced(project: Callable[[Any], Any], x: Tensor) -> Any:
-    """For maps whose constants NumPy makes within `project`; torch.compile can't follow that."""
-    return project(x)
 
 
 def into(out: Any, answer: Tensor, full: tuple[int, ...]) -> Tensor:
