@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["FRONTS", "SERVED", "front"]
+__all__ = ["FRONTS", "front"]
 
 
 def _torch() -> Any:
@@ -21,19 +21,15 @@ def _torch() -> Any:
 
 
 FRONTS: dict[str, Callable[[], Any]] = {"torch": _torch}  # a library, and its front end
-SERVED: dict[type, Any] = {}  # classes that a front end, imported, has named as its own
 
 
 def front(value: Any) -> Any:
     """The front end that serves this value, an array or a dtype; None for NumPy's and all others.
 
     A class counts as its library's where it or one of its bases was defined there. What is found is
-    not remembered here, as torch.compile would see what it traced change, and trace once more; the
-    front ends name their commonest class when they are imported, which saves a microsecond a call.
+    not remembered, though it would save a microsecond: torch.compile would see what it traced change,
+    and trace once more or, where the front end is first met in a trace, fail.
     """
-    served = SERVED.get(type(value))
-    if served is not None:
-        return served
     for base in type(value).__mro__:
         library = base.__module__.partition(".")[0]
         if library in FRONTS:

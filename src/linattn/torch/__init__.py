@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..fronts import SERVED
 from . import _arguments, _maps, _ops
 from ._attention import linear_attention, softmax_attention
 from ._layers import LinearAttention
@@ -37,9 +36,6 @@ class front:
     constant = staticmethod(_arguments.constant)
     directions = staticmethod(_ops.drawn)
     readable = staticmethod(_arguments.readable)
-
-
-SERVED[Tensor] = front
 
 
 def __dir__() -> list[str]:
