@@ -27,8 +27,8 @@ def front(value: Any) -> Any:
     """The front end that serves this value, an array or a dtype; None for NumPy's and all others.
 
     A class counts as its library's where it or one of its bases was defined there. What is found is
-    not remembered, though it would save a microsecond: torch.compile would see what it traced change,
-    and trace once more or, where the front end is first met in a trace, fail.
+    not remembered, though it would save a microsecond: torch.compile would see what it traced
+    change, and trace once more or, where the front end is first met in a trace, fail.
     """
     for base in type(value).__mro__:
         library = base.__module__.partition(".")[0]
