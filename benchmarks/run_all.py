@@ -112,7 +112,10 @@ def main() -> None:
         results.append(json.loads(answer.read_text("utf-8")))
     (given.out / "results.json").write_text(json.dumps(results, indent=1), "utf-8")
     (given.out / "results.md").write_text(table(results), "utf-8")
-    _picture.draw({r["benchmark"]: r for r in results}, given.out / f"peers.{given.format}")
+    # Of a run of some benchmarks only, the picture takes the others from the run before.
+    files = [path for name in NAMES if (path := given.out / f"{name}.json").exists()]
+    written = {path.stem: json.loads(path.read_text("utf-8")) for path in files}
+    _picture.draw(written, given.out / f"peers.{given.format}")
     judged = [r for result in results for r in result["rows"] if r["reached"] is not None]
     print(
         f"{sum(r['reached'] for r in judged)} of {len(judged)} targets reached; "
