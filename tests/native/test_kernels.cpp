@@ -135,8 +135,7 @@ void test_sums(const Kernels& kernels, const Case& c, const Layer& layer, View k
 void test_absorb_and_query(const Kernels& kernels, uint64_t seed) {
   Case c(kernels, "absorb, query", seed);
   const Layer& layer = c.layer;
-  const int64_t n_k = c.random.of(kRows) + (seed % 5 == 0 ? 256 : 0),
-                n_q = c.random.of(kRows);
+  const int64_t n_k = c.random.of(kRows) + (seed % 5 == 0 ? 256 : 0), n_q = c.random.of(kRows);
   const int mask_kind = static_cast<int>(c.random.below(8));
   plain::Mask mask(c.random, n_k, mask_kind > 5 ? 0 : mask_kind);
   Matrix k(layer.dtype, n_k, layer.features, unless_same(c.layout(), mask.view.data));
