@@ -35,12 +35,11 @@ IGNORED = {
 import numpy as np  # noqa: E402
 
 import linattn  # noqa: E402
+from linattn.cli import _measure  # noqa: E402
 
 Array = Any
 Side = Callable[[], object]
 
-REST = 0.02  # seconds before a turn, and how often we look whether the process is idle
-LONGEST_REST = 1.0
 LONG = 0.3  # seconds of a call whose start doesn't matter
 D = 64
 
@@ -55,7 +54,7 @@ class Options:
     quick: bool = False
     rounds: int = 7
     turn: float = 0.05  # seconds that a turn takes at least
-    rest: float = REST
+    rest: bool = True  # before a turn
     json: Path | None = None
     plot: Path | None = None
 
@@ -78,7 +77,7 @@ def options(given: argparse.Namespace) -> Options:
     """The parsed arguments with their defaults."""
     o = Options(quick=given.quick, json=given.json, plot=getattr(given, "plot", None))
     if o.quick:
-        o.rounds, o.turn, o.rest = 2, 0.0, 0.0
+        o.rounds, o.turn, o.rest = 2, 0.0, False
     if given.rounds is not None:
         o.rounds = given.rounds
     if given.turn is not None:
@@ -98,17 +97,9 @@ def once(side: Side, calls: int = 1) -> float:
 
 
 def rest(o: Options) -> None:
-    """Sleeps until no thread of this process runs any more.
-
-    A fixed 20 ms was not enough: NumPy's OpenBLAS lets its workers spin for 2^28 ticks of the
-    processor's clock, 0.11 s at 2.45 GHz, and a call of ours in that time has half the machine.
-    """
-    end = time.perf_counter() + (LONGEST_REST if o.rest else 0.0)
-    while time.perf_counter() < end:
-        used, start = time.process_time(), time.perf_counter()
-        time.sleep(o.rest)
-        if time.process_time() - used < 0.1 * (time.perf_counter() - start):
-            return
+    """Until the process is idle, as `linattn demo` rests."""
+    if o.rest:
+        _measure.rest()
 
 
 def race(sides: Mapping[str, Side], o: Options) -> dict[str, list[float]]:
