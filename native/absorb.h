@@ -65,23 +65,20 @@ class PendingSums {
     }
   }
 
-  void begin() {
+  // `empty`: so is the state, and needn't be read.
+  void begin(bool empty = false) {
     clear();
-    prepare();
-    begun_ = true;
-  }
-
-  // The same for an empty state.
-  void begin_empty() {
-    clear();
-    if (ready_)
+    if (!empty) {
+      prepare();
+    } else if (ready_) {
       for (int64_t i = 0; i < w_.d * w_.v_row; ++i) ready_->kv[i] = 0;
+    }
     begun_ = true;
   }
 
   // += phi: (rows, D)^T v: (rows, d_v), and the column sums of phi
   void add(const T* phi, Rows<T> v, int64_t first, int64_t rows, Ahead (&ahead)[2]) {
-    if (!begun_) begin_empty();
+    if (!begun_) begin(true);  // see `later`
     if (rows_ == 0) first_ = first;
     for_strips<T, kTileVectors>(w_.v_pad, [&](auto vectors, int64_t c) {
       constexpr int NV = decltype(vectors)::value;
