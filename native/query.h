@@ -123,7 +123,8 @@ static bool finish_rows(const Layer& layer, OutView out, int64_t begin, int64_t 
     if (!small && !large) continue;
     T* row = ready.data + r * ready.row;
     // A row of an exponential map that has seen no key: 2^-power is infinite, and with it eps in the row's units.
-    const bool unseen = layer.map == Map::exp && scales.power[r] < T(0.75 * kEmpty);
+    // (So has a row of NaN no exponent, and its total is NaN.)
+    const bool unseen = layer.map == Map::exp && scales.power[r] < T(0.75 * kEmpty) && total == total;
     const bool lost = !layer.repair && !unseen &&
                       (large || (layer.map != Map::exp && !zero_is_exact(layer, phi_q + r * w.d_row, w.d)));
     if (lost || unseen || total == 0)

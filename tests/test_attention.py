@@ -309,6 +309,20 @@ def test_values_that_are_not_finite_reach_later_rows_alone():
     assert np.isnan(got[40:, 3]).all()
 
 
+@pytest.mark.parametrize("feature_map", MAPS)
+@pytest.mark.parametrize("order", ["linear", "quadratic", "causal"])
+def test_rows_that_are_nan_throughout_give_nan(feature_map, order):
+    """Not the 0 of a query that has seen no key: neither kind has an exponent of its own."""
+    q, k, v = qkv(67, lead=())
+    q[30] = np.nan
+    how = {"causal": True} if order == "causal" else {"order": order}
+    got = linear_attention(q, k, v, feature_map, **how)
+    assert np.isnan(got[30]).all()
+    assert np.isfinite(np.delete(got, 30, axis=0)).all()
+    k[...] = np.nan
+    assert np.isnan(linear_attention(q, k, v, feature_map, **how)).all()
+
+
 @pytest.mark.parametrize("keys, values", [(1.0, 1.0), (1e20, 1e25), (-95.0, 1.0)], ids=str)
 @pytest.mark.parametrize("n", [1, 64, 511, 512, 513])
 def test_wanting_the_state_changes_no_bit(n, keys, values):
