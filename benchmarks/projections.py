@@ -26,8 +26,6 @@ INSIDE: dict[str, Any] = {
     "hedgehog": feature_maps.hedgehog(WEIGHT),
     "t2r": feature_maps.t2r(WEIGHT),
     "performer_learned": feature_maps.performer_learned(WEIGHT),
-}
-BEFORE: dict[str, Any] = {
     "softmax": feature_maps.softmax(),
     "rfa": feature_maps.rfa(),
     "performer_relu": feature_maps.performer_relu(),

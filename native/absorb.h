@@ -167,7 +167,7 @@ static int64_t absorb_bytes(const Layer& layer) {
   const Widths<T> w(layer);
   const int64_t rows = rows_per_block<T>(kAbsorbRows, w.d_pad);
   const int64_t item = sizeof(T);
-  const int64_t own = (rows * (w.d_row + w.v_row + w.x_row) + w.d * w.v_row + 2 * w.d_pad) * item + rows + 9 * 64;
+  const int64_t own = (rows * (w.d_row + w.v_row) + w.room(rows) + w.d * w.v_row + 2 * w.d_pad) * item + rows + 9 * 64;
   if constexpr (sizeof(T) == 4) return own + absorb_bytes<double>(layer);
   return own;
 }
@@ -180,7 +180,7 @@ static void absorb_of(const Layer& layer, StateRef state, View k, View v, MaskVi
   Arena arena(scratch);
   T* phi = arena.take<T>(most * w.d_row);
   T* values = arena.take<T>(most * w.v_row);
-  T* input = arena.take<T>(most * w.x_row);
+  T* room = arena.take<T>(w.room(most));
   T* scale = arena.take<T>(w.d_pad);
   uint8_t* kept = arena.take<uint8_t>(most);
   PendingSums<T> pending(layer, state, {k, v, mask}, arena, nullptr, false, straight);
@@ -190,7 +190,7 @@ static void absorb_of(const Layer& layer, StateRef state, View k, View v, MaskVi
     if (count == 0) continue;
     const bool some = count < rows;
     if (layer.map == Map::exp) {
-      raw_rows(layer, k, r0, rows, phi, input);
+      raw_rows(layer, k, r0, rows, phi, layer.projection, room);
       column_exponents<T>(phi, w.d_row, rows, w.d_pad, some ? kept : nullptr, scale);
       if (passes_scales(layer, state.log_scale, scale)) {
         pending.flush();
@@ -199,7 +199,7 @@ static void absorb_of(const Layer& layer, StateRef state, View k, View v, MaskVi
       prepare_scales(layer, state.log_scale, scale);
       exp_keys(layer, scale, phi, rows);
     } else {
-      map_block(layer, k, r0, rows, phi, input);
+      map_block(layer, k, r0, rows, phi, layer.projection, room);
     }
     Rows<T> right = rows_of<T>(layer.dtype, v, r0, rows, w.v, true, values, w.v_row);
     if (some) {

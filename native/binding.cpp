@@ -110,8 +110,18 @@ nb::object step(nb::handle kv, nb::handle k_sum, nb::handle log_scale, nb::handl
   return result;
 }
 
-nb::object projection(nb::handle weight, nb::handle bias, double square, double shift, bool mirrored) {
-  return Projected::capsule(std::make_unique<Projected>(weight, bias, square, shift, mirrored));
+nb::object projection(int64_t inputs, nb::handle weight, nb::handle bias, double square, double shift, bool mirrored,
+                      bool unit, const std::string& finish, double amount, int64_t times, nb::handle angles) {
+  Projection steps{};
+  steps.inputs = inputs;
+  steps.square = square;
+  steps.shift = shift;
+  steps.mirrored = mirrored;
+  steps.unit = unit;
+  steps.finish = finish_of(finish);
+  steps.amount = amount;
+  steps.times = times;
+  return Projected::capsule(std::make_unique<Projected>(steps, weight, bias, angles));
 }
 
 // A view of an operand of a gradient, and its step along each axis of the problem.
@@ -223,10 +233,12 @@ NB_MODULE(_native, m) {
   }
   m.attr("__version__") = LINATTN_VERSION;
 
-  m.def("projection", projection, nb::arg("weight"), nb::arg("bias").none(), nb::arg("square"), nb::arg("shift"),
-        nb::arg("mirrored"),
-        "What a map does before its kernel, y = +-(x weight + bias) - square |x|^2 - shift, as an object: the verbs "
-        "take (kernel, projection) for a kernel's name. weight: (inputs, columns), or one for each head.");
+  m.def("projection", projection, nb::arg("inputs"), nb::arg("weight").none(), nb::arg("bias").none(),
+        nb::arg("square"), nb::arg("shift"), nb::arg("mirrored"), nb::arg("unit"), nb::arg("finish"), nb::arg("amount"),
+        nb::arg("times"), nb::arg("angles").none(),
+        "What a map does before its kernel to rows of so many inputs, as an object: the verbs take (kernel, "
+        "projection) for a kernel's name, or (kernel, that of keys, that of queries). See "
+        "linattn.feature_maps.Recipe.");
   m.def("attend", attend, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("feature_map"), nb::arg("eps"),
         nb::arg("causal"), nb::arg("key_mask").none(), nb::arg("cu_seqlens").none(), nb::arg("enable_gqa"),
         nb::arg("normalize"), nb::arg("state").none(), nb::arg("return_state"), nb::arg("order"), nb::arg("out").none(),

@@ -134,7 +134,7 @@ struct Call {
   Array q, k, v, mask, cu, out;
   StateArrays before;
   bool has_q = false, has_k = false, has_state = false, grouped = false;
-  int64_t projection_heads = 1;
+  int64_t projection_heads = 1;  // of keys' or queries', if one has several
   std::vector<int64_t> sequence_starts;
   npy_intp out_dims[kMaxAxes + 2];
   int out_nd = 0;
@@ -142,26 +142,32 @@ struct Call {
   int state_nd = 0;
   Batch q_batch, k_batch, v_batch, mask_batch, state_batch;
 
-  // feature_map: the name of a map, or (name, Projected).
+  // feature_map: the name of a map, (name, Projected), or (name, Projected of keys, Projected of queries).
   bool take_map(nb::handle feature_map, double eps, bool normalize) {
     Layer& layer = problem.layer;
     layer.normalize = normalize;
     layer.eps = eps;
     nb::handle name = feature_map;
     if (PyTuple_Check(feature_map.ptr())) {
-      if (PyTuple_Size(feature_map.ptr()) != 2) return false;
+      const Py_ssize_t parts = PyTuple_Size(feature_map.ptr());
+      if (parts != 2 && parts != 3) return false;
       name = PyTuple_GetItem(feature_map.ptr(), 0);
-      const Projected* projected = Projected::of(PyTuple_GetItem(feature_map.ptr(), 1));
-      if (!projected) return false;
-      layer.projection = projected->first();
-      projection_heads = projected->heads();
+      const Projected* keys = Projected::of(PyTuple_GetItem(feature_map.ptr(), 1));
+      const Projected* queries = parts == 3 ? Projected::of(PyTuple_GetItem(feature_map.ptr(), 2)) : keys;
+      if (!keys || !queries || !queries->goes_with(*keys)) return false;
+      if (keys->heads() > 1 && queries->heads() > 1 && keys->heads() != queries->heads()) return false;
+      layer.projection = keys->first();
+      layer.query_projection = queries->first();
+      layer.projection_step = keys->heads() > 1;
+      layer.query_projection_step = queries->heads() > 1;
+      projection_heads = keys->heads() > 1 ? keys->heads() : queries->heads();
     }
     return map_of(name, layer.map) && eps >= 0;
   }
   // Whether rows of q and k of this width have phi of D features.
   bool makes(int64_t inputs, int64_t features) const {
     const Projection* p = problem.layer.projection;
-    return p ? inputs == p->inputs && features == (p->mirrored ? 2 * p->columns : p->columns) : inputs == features;
+    return p ? inputs == p->inputs && features == p->features : inputs == features;
   }
   bool exponential() const { return problem.layer.map == Map::exp; }
 
@@ -173,8 +179,7 @@ struct Call {
     if (k.dim(2) != v.dim(2) || k.dim(1) < 1 || v.dim(1) < 1) return false;
     problem.n_k = k.dim(2);
     problem.layer.features = k.dim(1);
-    if (const Projection* p = problem.layer.projection)
-      problem.layer.features = p->mirrored ? 2 * p->columns : p->columns;
+    if (const Projection* p = problem.layer.projection) problem.layer.features = p->features;
     if (!makes(k.dim(1), problem.layer.features)) return false;
     problem.layer.d_v = v.dim(1);
     problem.k = {k.data, k.stride(2), k.stride(1)};
@@ -305,6 +310,8 @@ struct Call {
         out_dims[out_nd++] = size;
       if (i >= all - key_all && !group_axis) state_dims[state_nd++] = key_size;
     }
+    const Projection* p = problem.layer.projection;
+    if (p && p->angles && ((has_q && problem.n_q != p->angles) || (has_k && problem.n_k != p->angles))) return false;
     if (projection_heads > 1) {  // every head of q and k has its own
       const int head = all - 1;
       if (grouped || all < 1 || (has_q && q_batch.dim(head, all) != projection_heads) ||

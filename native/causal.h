@@ -80,7 +80,7 @@ static bool causal_of(const Layer& layer, StateRef state, const Heads& heads, in
   T* values = arena.take<T>(kChunk * w.v_row);
   T* buffer = arena.take<T>(OutRows<T>::elements(w, kChunk));
   T* top = arena.take<T>(w.d_pad);
-  T* input = arena.take<T>(kChunk * w.x_row);
+  T* room = arena.take<T>(w.room(kChunk));
   RowScales<T> scales(arena, kChunk);
   uint8_t kept[kChunk];
 
@@ -91,7 +91,7 @@ static bool causal_of(const Layer& layer, StateRef state, const Heads& heads, in
     rows = min_of(kChunk, end - r0);
     const bool some = heads.mask.data && read_mask(heads.mask, r0, rows, kept) < rows;
     if (layer.map == Map::exp) {
-      raw_rows(layer, heads.k, r0, rows, phi_k, input);
+      raw_rows(layer, heads.k, r0, rows, phi_k, layer.projection, room);
       rows = rows_within_headroom<T>(layer, state.log_scale, phi_k, some ? kept : nullptr, rows, top, [&](const T* to) {
         pending.flush();
         raise_scales(layer, state, to);
@@ -99,7 +99,7 @@ static bool causal_of(const Layer& layer, StateRef state, const Heads& heads, in
       });
       exp_keys(layer, ready.scale, phi_k, rows);
     } else {
-      map_block(layer, heads.k, r0, rows, phi_k, input);
+      map_block(layer, heads.k, r0, rows, phi_k, layer.projection, room);
     }
     Rows<T> v = rows_of<T>(layer.dtype, heads.v, r0, rows, w.v, true, values, w.v_row);
     if (some) {
@@ -112,7 +112,7 @@ static bool causal_of(const Layer& layer, StateRef state, const Heads& heads, in
     const int64_t next = r0 + rows, last = min_of(next + kChunk, end);
 
     for (int64_t g = 0; g < heads.groups; ++g) {
-      map_queries(layer, ready, heads.q[g], r0, rows, phi_q, scales.power, scales.dots, input);
+      map_queries(layer, ready, heads.q[g], r0, rows, phi_q, scales.power, scales.dots, room);
       causal_weights(phi_q, w, phi_t, rows, weights);
       add_weights(weights, rows, scales.dots);
       scales.close(layer, rows);

@@ -1,4 +1,5 @@
-// exp and log1p over a vector: within about one unit in the last place, no tables, no branches.
+// exp, log, sin and cos over a vector: within about one unit in the last place, no tables, no branches (but for sines
+// of huge numbers).
 #pragma once
 
 #include "simd.h"
@@ -21,6 +22,12 @@ struct Format<float> {
   static constexpr float kExpOverflow = 88.72283f;
   static constexpr float kMinExponent = -126.0f;
   static constexpr float kMost = 3.402823466e+38f;
+  // pi / 2 in parts; the products of the first two with a whole n are exact up to kWaveLimit, without FMA too.
+  static constexpr float kTwoOverPi = 0.636619772367581343f;
+  static constexpr float kHalfPiHigh = 1.5703125f;                   // 11 bits
+  static constexpr float kHalfPiMiddle = 0.0004837512969970703125f;  // the next 11
+  static constexpr float kHalfPiLow = 7.549790126404332e-08f;
+  static constexpr float kWaveLimit = 8192;
 };
 
 template <>
@@ -35,6 +42,11 @@ struct Format<double> {
   static constexpr double kExpOverflow = 709.78271289338397;
   static constexpr double kMinExponent = -1022.0;
   static constexpr double kMost = 1.7976931348623157e+308;
+  static constexpr double kTwoOverPi = 0.636619772367581343;
+  static constexpr double kHalfPiHigh = 0x1.921fb544p+0;     // 33 bits
+  static constexpr double kHalfPiMiddle = 0x1.0b4611a6p-34;  // the next 33
+  static constexpr double kHalfPiLow = 0x1.3198a2e037073p-69;
+  static constexpr double kWaveLimit = 1048576;
 };
 
 // exp(r) for |r| <= ln(2)/2, written 1 + r + r^2 q(r). float: q is the minimax polynomial of degree 4 for the
@@ -140,6 +152,71 @@ static inline Vec<T> log1p_unit(Vec<T> u) {
   const Vec<T> s = u / (u + 2);
   const Vec<T> z = s * s;
   return 2 * (s + s * (z * atanh_series(z)));
+}
+
+// log(x) for x >= 1; NaN stays NaN.
+template <class T>
+static inline Vec<T> log_from_one(Vec<T> x) {
+  using F = Format<T>;
+  const BitsVec<T> bits = (BitsVec<T>)x, low = splat_bits<T>((Bits<T>(1) << F::kMantissaBits) - 1);
+  const BitsVec<T> one = splat_bits<T>(Bits<T>(F::kBias) << F::kMantissaBits);
+  const Vec<T> mantissa = (Vec<T>)((bits & low) | one);
+  const Vec<T> exponent = __builtin_convertvector((IntVec<T>)(bits >> F::kMantissaBits) - F::kBias, Vec<T>);
+  return ((log1p_unit<T>(mantissa - 1) + exponent * F::kLn2Low) + exponent * F::kLn2High) + (x - x);
+}
+
+// sin(r) and cos(r) for |r| <= pi / 4. float: minimax, r + r^3 p(r^2) to 3e-9 of sin(r) and 1 - r^2 / 2 + r^4 q(r^2) to
+// 1e-10 of cos(r); double: the Taylor series to r^17 and r^16 (8e-20 and 2e-18).
+static inline Vec<float> sin_reduced(Vec<float> r, Vec<float> r2) {
+  const Vec<float> p = (r2 * -0.0001951463200384751f + 0.008332155644893646f) * r2 + -0.16666655242443085f;
+  return r + (r * r2) * p;
+}
+static inline Vec<float> cos_reduced(Vec<float> r2) {
+  const Vec<float> q = (r2 * 2.443241282890085e-05f + -0.0013887309469282627f) * r2 + 0.04166664555668831f;
+  return (1.0f - 0.5f * r2) + (r2 * r2) * q;
+}
+static inline Vec<double> sin_reduced(Vec<double> r, Vec<double> r2) {
+  Vec<double> p = r2 * (1.0 / 355687428096000.0) - 1.0 / 1307674368000.0;
+  p = p * r2 + 1.0 / 6227020800.0;
+  p = p * r2 - 1.0 / 39916800.0;
+  p = p * r2 + 1.0 / 362880.0;
+  p = p * r2 - 1.0 / 5040.0;
+  p = p * r2 + 1.0 / 120.0;
+  p = p * r2 - 1.0 / 6.0;
+  return r + (r * r2) * p;
+}
+static inline Vec<double> cos_reduced(Vec<double> r2) {
+  Vec<double> q = r2 * (1.0 / 20922789888000.0) - 1.0 / 87178291200.0;
+  q = q * r2 + 1.0 / 479001600.0;
+  q = q * r2 - 1.0 / 3628800.0;
+  q = q * r2 + 1.0 / 40320.0;
+  q = q * r2 - 1.0 / 720.0;
+  q = q * r2 + 1.0 / 24.0;
+  return (1.0 - 0.5 * r2) + (r2 * r2) * q;
+}
+
+// sin(x) and cos(x), off by at most two units in the last place of 1/2 ... 1 (near a zero relative digits are lost).
+// Beyond kWaveLimit pi / 2 would need more bits, and libm is asked number by number.
+template <class T>
+static inline void sin_cos(Vec<T> x, Vec<T>& sine, Vec<T>& cosine) {
+  using F = Format<T>;
+  const Vec<T> shifted = x * F::kTwoOverPi + F::kRound;
+  const Vec<T> n = shifted - F::kRound;
+  const Vec<T> r = ((x - n * F::kHalfPiHigh) - n * F::kHalfPiMiddle) - n * F::kHalfPiLow;
+  const Vec<T> r2 = r * r, s = sin_reduced(r, r2), c = cos_reduced(r2);
+  const BitsVec<T> quarter = (BitsVec<T>)shifted;  // its last two bits are those of n
+  constexpr int to_sign = 8 * static_cast<int>(sizeof(T)) - 2;
+  const BitsVec<T> two = splat_bits<T>(2), one = splat_bits<T>(1);
+  const IntVec<T> odd = (IntVec<T>)(quarter & one) != IntVec<T>{};
+  sine = (Vec<T>)((BitsVec<T>)(odd ? c : s) ^ ((quarter & two) << to_sign));
+  cosine = (Vec<T>)((BitsVec<T>)(odd ? s : c) ^ (((quarter + one) & two) << to_sign));
+  const IntVec<T> near = (x >= -F::kWaveLimit) & (x <= F::kWaveLimit);
+  if (any_lane<T>(~near))
+    for (int64_t i = 0; i < kLanes<T>; ++i)
+      if (!near[i]) {
+        sine[i] = static_cast<T>(__builtin_sin(static_cast<double>(x[i])));
+        cosine[i] = static_cast<T>(__builtin_cos(static_cast<double>(x[i])));
+      }
 }
 
 }  // namespace LINATTN_ISA_NS

@@ -24,11 +24,11 @@ static int64_t scratch_bytes_of(const Layer& layer) {
   const Widths<T> w(layer);
   const int64_t item = sizeof(T), pieces = 24 * 64;
   const int64_t query_rows = rows_per_block<T>(kQueryRows, w.d_pad);
-  const int64_t query =
-      (query_rows * (w.d_row + w.x_row) + OutRows<T>::elements(w, query_rows) + RowScales<T>::elements(query_rows)) *
-      item;
-  const int64_t chunk = (kChunk * (2 * w.d_row + w.v_row + w.x_row) + (w.d_pad + kChunk) * kChunkRow<T> + w.d_pad +
-                         OutRows<T>::elements(w, kChunk) + RowScales<T>::elements(kChunk)) *
+  const int64_t query = (query_rows * w.d_row + w.room(query_rows) + OutRows<T>::elements(w, query_rows) +
+                         RowScales<T>::elements(query_rows)) *
+                        item;
+  const int64_t chunk = (kChunk * (2 * w.d_row + w.v_row) + w.room(kChunk) + (w.d_pad + kChunk) * kChunkRow<T> +
+                         w.d_pad + OutRows<T>::elements(w, kChunk) + RowScales<T>::elements(kChunk)) *
                         item;
   const int64_t causal = chunk + absorb_bytes<T>(layer);
   const int64_t quadratic = chunk + (kChunk * (w.v_row + 1) + w.d) * 8 + prepared_bytes_of<T>(layer);

@@ -16,6 +16,7 @@ constexpr int32_t kEmpty = -(1 << 30);
 struct View {
   const char* data;
   int64_t row, col;
+  int64_t first = 0;  // which row of its operand the view begins with, in packed sequences
 };
 
 struct OutView {
@@ -37,15 +38,37 @@ struct StateRef {
   int32_t* log_scale;
 };
 
-// A linear step before the map: y = +-(x W + b) - square |x|^2 - shift, and phi(x) = map(y). W: (inputs, columns).
+// What a projection makes of the numbers z of a row after its linear step.
+enum class Finish : uint8_t {
+  none,        // y = z
+  lifted,      // y = max(z, 0) + amount
+  softmax,     // y = z - log(sum exp(z))
+  halves,      // the same for each half of z by itself
+  waves,       // y = amount * (sin(z), cos(z))
+  neighbours,  // y = r_i r_(i - j) for j = 1 ... times, around the ends, where r = (max(z, 0), max(-z, 0))
+  spectra,     // y = the product of the `times` spectra that z is made of (see finishes.h)
+  turned,      // y = (z cos(a), z sin(a)) with an angle a for each row of q and k
+};
+
+// The steps before the map: z = +-(x W + b) - square |x|^2 - shift, y = finish(z) and phi(x) = map(y). W: (inputs,
+// columns).
 struct Projection {
   int64_t inputs, columns;
-  bool mirrored;  // both signs: D is twice the columns, else as many
-  double square, shift;
-  // W and b in either working precision: rows of `row` numbers, zeros behind the last column.
+  int64_t features;  // D, of y
+  bool mirrored;     // both signs: z has twice the columns, else as many
+  bool unit;         // x is divided by |x|, unless that is 0
+  Finish finish;
+  int64_t times;
+  double square, shift, amount;
+  // W and b in either working precision: rows of `row` numbers, zeros behind the last column. nullptr: z comes of x
+  // itself.
   int64_t row;
   const float *weight_float, *bias_float;
   const double *weight_double, *bias_double;
+  // (angles, 2): cosine and sine of each row's angle, likewise; q and k have to have as many rows.
+  int64_t angles;
+  const float* angles_float;
+  const double* angles_double;
 };
 
 // What all rows of one call share.
@@ -59,9 +82,11 @@ struct Layer {
   // A second pass, in double with every row of phi(q) scaled to about 1, over what left the range of the first: it
   // writes those rows only that hold something not finite.
   bool repair = false;
-  // nullptr: q and k go to the map as they are. The quadratic order and gradients take no other. Where heads have
-  // their own, the first of them.
-  const Projection* projection = nullptr;
+  // nullptr: q and k go to the map as they are. The quadratic order and gradients take no other. Of two that differ in
+  // their weights alone, keys take the first.
+  const Projection *projection = nullptr, *query_projection = nullptr;
+  // To the next head's: 0 where all heads share one.
+  int64_t projection_step = 0, query_projection_step = 0;
 };
 
 // One attention of n_k keys and n_q queries each for `groups` query heads that share them.

@@ -44,7 +44,9 @@ struct Widths {
   // Row strides of our own blocks: one vector more, since tiles run down narrow columns and a stride that is a power
   // of two would put the rows of a column into a few sets of the cache.
   int64_t d_row, v_row;
-  int64_t x, x_row;  // features of q and k before the map, and the row stride of copies of them: 0 without projection
+  int64_t x;  // features of q and k before the map
+  // Room that a projection takes beside its block: for rows of x, for factors of rows, and once (see finishes.h).
+  int64_t x_row = 0, factor_row = 0, once = 0;
   explicit Widths(const Layer& layer)
       : d(layer.features),
         d_pad(round_up<T>(layer.features)),
@@ -52,8 +54,14 @@ struct Widths {
         v_pad(round_up<T>(layer.d_v)),
         d_row(d_pad + kLanes<T>),
         v_row(v_pad + kLanes<T>),
-        x(layer.projection ? layer.projection->inputs : layer.features),
-        x_row(layer.projection ? round_up<T>(x) + kLanes<T> : 0) {}
+        x(layer.projection ? layer.projection->inputs : layer.features) {
+    if (!layer.projection) return;
+    const Projection& p = *layer.projection;
+    x_row = round_up<T>(x) + kLanes<T>;
+    if (p.finish == Finish::spectra && p.times > 1) factor_row = d_row;
+    if (p.finish == Finish::neighbours) once = 4 * p.columns + kLanes<T>;
+  }
+  int64_t room(int64_t rows) const { return rows * (x_row + factor_row) + once; }
 };
 
 // The state as queries read it: kv: (D, padded d_v), k_sum: (padded D), scale: (padded D) for exponential maps.

@@ -2,20 +2,55 @@
 #pragma once
 
 #include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "arrays.h"
 
 namespace linattn {
 
+// The name that linattn.feature_maps.Recipe has for it.
+inline Finish finish_of(const std::string& name) {
+  const std::pair<const char*, Finish> known[] = {{"none", Finish::none},       {"lifted", Finish::lifted},
+                                                  {"softmax", Finish::softmax}, {"halves", Finish::halves},
+                                                  {"waves", Finish::waves},     {"neighbours", Finish::neighbours},
+                                                  {"spectra", Finish::spectra}, {"turned", Finish::turned}};
+  for (const auto& [label, finish] : known)
+    if (name == label) return finish;
+  throw nb::value_error("finish: expected none, lifted, softmax, halves, waves, neighbours, spectra or turned");
+}
+
 class Projected {
  public:
-  // weight: (inputs, columns), bias: (columns) or None; both may have an axis of heads before. float64, contiguous.
-  Projected(nb::handle weight, nb::handle bias, double square, double shift, bool mirrored) {
-    Array w, b;
+  // steps: all but the weights and what follows from them. weight: (inputs, columns) or None, bias: (columns) or None;
+  // both may have an axis of heads before. float64, contiguous.
+  Projected(Projection steps, nb::handle weight, nb::handle bias, nb::handle angles) {
+    Array w, b, a;
+    if (steps.finish == Finish::turned) {
+      if (!numbers(a, angles) || a.nd != 2 || a.dims[0] < 1 || a.dim(1) != 2)
+        throw nb::type_error("angles: expected a contiguous float64 array (n, 2)");
+      const double* from = reinterpret_cast<const double*>(a.data);
+      wide_angles_.assign(from, from + 2 * a.dims[0]);
+      narrow_angles_.assign(wide_angles_.begin(), wide_angles_.end());
+      steps.angles = a.dims[0];
+      steps.angles_float = narrow_angles_.data();
+      steps.angles_double = wide_angles_.data();
+    }
+    if (weight.is_none()) {
+      if (!bias.is_none() || steps.inputs < 1)
+        throw nb::type_error("weight: expected one where there is a bias, and inputs >= 1 without it");
+      steps.columns = steps.inputs;
+      count_features(steps);
+      projections_.push_back(steps);
+      return;
+    }
     if (!numbers(w, weight) || (w.nd != 2 && w.nd != 3) || w.dims[0] < 1 || w.dim(2) < 1 || w.dim(1) < 1)
       throw nb::type_error("weight: expected a contiguous float64 array (inputs, columns) or (heads, inputs, columns)");
     const int64_t heads = w.nd == 3 ? w.dims[0] : 1, inputs = w.dim(2), columns = w.dim(1);
+    steps.inputs = inputs;
+    steps.columns = columns;
+    count_features(steps);
     if (!bias.is_none() &&
         (!numbers(b, bias) || b.nd != w.nd - 1 || b.dim(1) != columns || (b.nd == 2 && b.dims[0] != heads)))
       throw nb::type_error(
@@ -23,8 +58,10 @@ class Projected {
           "None");
     const int64_t row = (columns + kWidestVector - 1) / kWidestVector * kWidestVector;
     const int64_t each = (inputs + 1) * row;
-    float_.assign(static_cast<size_t>(heads * each) + kLine / sizeof(float), 0);
-    double_.assign(static_cast<size_t>(heads * each) + kLine / sizeof(double), 0);
+    // The last of several spectra may begin anywhere, and vectors of its last columns end behind the row.
+    const size_t all = static_cast<size_t>(heads * each + kWidestVector);
+    float_.assign(all + kLine / sizeof(float), 0);
+    double_.assign(all + kLine / sizeof(double), 0);
     float* narrow = on_a_line(float_.data());
     double* wide = on_a_line(double_.data());
     const double* from = reinterpret_cast<const double*>(w.data);
@@ -36,14 +73,24 @@ class Projected {
           wide[i * row + c] = x;
           narrow[i * row + c] = static_cast<float>(x);
         }
-      projections_.push_back(
-          {inputs, columns, mirrored, square, shift, row, narrow, narrow + inputs * row, wide, wide + inputs * row});
+      steps.row = row;
+      steps.weight_float = narrow;
+      steps.bias_float = narrow + inputs * row;
+      steps.weight_double = wide;
+      steps.bias_double = wide + inputs * row;
+      projections_.push_back(steps);
     }
   }
   Projected(const Projected&) = delete;
   Projected& operator=(const Projected&) = delete;
 
   const Projection* first() const { return projections_.data(); }
+  // Whether this may be for queries where the other one is for keys.
+  bool goes_with(const Projected& keys) const {
+    const Projection &a = *first(), &b = *keys.first();
+    return a.inputs == b.inputs && a.columns == b.columns && a.mirrored == b.mirrored && a.finish == b.finish &&
+           a.times == b.times && a.angles == b.angles;
+  }
   int64_t heads() const { return static_cast<int64_t>(projections_.size()); }
 
   // A capsule, which owns it. A class of nanobind would be one for the whole process, and a second copy of the
@@ -65,6 +112,20 @@ class Projected {
   static constexpr int64_t kWidestVector = 16;  // of all instruction sets
   static constexpr size_t kLine = 64;
 
+  // Columns of z and features of y.
+  static void count_features(Projection& p) {
+    const int64_t both = p.mirrored ? 2 * p.columns : p.columns;
+    const bool wanted = p.finish != Finish::halves || p.mirrored;
+    if (!wanted || p.times < 1 || (p.mirrored && p.finish == Finish::spectra) ||
+        (p.finish == Finish::spectra && p.columns % p.times != 0))
+      throw nb::value_error("projection: expected steps that fit one another");
+    const bool doubled = p.finish == Finish::waves || p.finish == Finish::turned;
+    p.features = doubled                          ? 2 * both
+                 : p.finish == Finish::neighbours ? 2 * both * p.times
+                 : p.finish == Finish::spectra    ? p.columns / p.times
+                                                  : both;
+  }
+
   static bool numbers(Array& a, nb::handle from) {
     return a.take(from) && !a.is_tensor && a.kind == Kind::float64 && a.dense();
   }
@@ -74,8 +135,8 @@ class Projected {
     return p + (kLine - reinterpret_cast<uintptr_t>(p) % kLine) % kLine / sizeof(E);
   }
 
-  std::vector<float> float_;
-  std::vector<double> double_;
+  std::vector<float> float_, narrow_angles_;
+  std::vector<double> double_, wide_angles_;
   std::vector<Projection> projections_;  // one a head, or one for all
 };
 

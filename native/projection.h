@@ -1,7 +1,9 @@
-// A linear step before the elementwise map, of a block of rows: y = +-(x W + b) - square |x|^2 - shift.
+// The steps before the elementwise map, of a block of rows: a linear one, z = +-(x W + b) - square |x|^2 - shift, and
+// what makes y of z.
 #pragma once
 
 #include "blocks.h"
+#include "finishes.h"
 #include "prepared.h"
 #include "products.h"
 
@@ -11,14 +13,15 @@ namespace LINATTN_ISA_NS {
 template <class T>
 struct Weights {
   const T *weight, *bias;  // (inputs, row) and (row), zeros behind the last column
+  const T* angles;         // (angles, 2)
 };
 
 template <class T>
 static inline Weights<T> weights_of(const Projection& p) {
   if constexpr (sizeof(T) == 4)
-    return {p.weight_float, p.bias_float};
+    return {p.weight_float, p.bias_float, p.angles_float};
   else
-    return {p.weight_double, p.bias_double};
+    return {p.weight_double, p.bias_double, p.angles_double};
 }
 
 // |x|^2
@@ -34,49 +37,140 @@ static inline T square_of(const T* x, int64_t count) {
   return sum_lanes<T>(sum);
 }
 
-// What follows the product in one row: z: (columns), which becomes y: (D), zeros behind it.
 template <class T>
-static void close_row(const Projection& p, const T* bias, T down, const Widths<T>& w, T* row) {
+static inline Vec<T> vsize(Vec<T> x) {
+  return vmax<T>(-x, x);
+}
+
+// x / |x| of each row; a row of zeros stays one. The greatest number is divided out first, so that no square leaves the
+// range. to: (rows, ld), which x may be.
+template <class T>
+static void unit_rows(Rows<T> x, int64_t rows, int64_t count, T* to, int64_t ld) {
+  for (int64_t r = 0; r < rows; ++r) {
+    const T* from = x.data + r * x.row;
+    T* row = to + r * ld;
+    const int64_t whole = count / kLanes<T> * kLanes<T>;
+    Vec<T> most = vmax<T>(Vec<T>{}, vsize<T>(load_part(from + whole, count - whole, T(0))));
+    for (int64_t c = 0; c < whole; c += kLanes<T>) most = vmax<T>(most, vsize<T>(load(from + c)));
+    T greatest = max_lanes<T>(most);
+    if (greatest == 0) greatest = 1;
+    for (int64_t c = 0; c < count; ++c) row[c] = from[c] / greatest;
+    T length;
+    if constexpr (sizeof(T) == 4)
+      length = __builtin_sqrtf(square_of(row, count));
+    else
+      length = __builtin_sqrt(square_of(row, count));
+    if (length == 0) length = 1;
+    for (int64_t c = 0; c < count; ++c) row[c] /= length;
+  }
+}
+
+// x: (rows, inputs) times `columns` columns of W from the first one on -> to: (rows, ld), up to whole vectors of them
+template <class T>
+static void multiply_rows(const Projection& p, Rows<T> x, int64_t rows, int64_t first, int64_t columns, T* to,
+                          int64_t ld) {
+  const T* weight = weights_of<T>(p).weight + first;
+  for_strips<T, kTileVectors>(round_up<T>(columns), [&](auto vectors, int64_t c) {
+    constexpr int NV = decltype(vectors)::value;
+    for (int64_t r = 0; r < rows; r += kTileRows<NV>)
+      with_rows<kTileRows<NV>>(rows - r, [&](auto tile_rows) {
+        product_tile<T, decltype(tile_rows)::value, NV>(p.inputs, x.data + r * x.row, x.row, weight + c, p.row,
+                                                        static_cast<const T*>(nullptr), to + r * ld + c, ld);
+      });
+  });
+}
+
+template <class T>
+static inline void add_bias(const T* bias, int64_t columns, T* row) {
+  for (int64_t c = 0; c < columns; c += kLanes<T>) store(row + c, load(row + c) + load(bias + c));
+}
+
+// z: (columns) -> +-z - down, in place, both signs one after the other where they are wanted.
+template <class T>
+static void mirror_and_lower(const Projection& p, T down, T* row) {
   const int64_t half = p.columns, whole = half / kLanes<T> * kLanes<T>;
-  for (int64_t c = 0; c < half; c += kLanes<T>) store(row + c, load(row + c) + load(bias + c));
-  // The second half first, since the first is read for it; vectors may run over its end, which is made 0 below.
+  // The second half first, since the first is read for it; vectors may run over its end.
   if (p.mirrored)
     for (int64_t c = 0; c < half; c += kLanes<T>) store(row + half + c, -load(row + c) - down);
   for (int64_t c = 0; c < whole; c += kLanes<T>) store(row + c, load(row + c) - down);
   for (int64_t c = whole; c < half; ++c) row[c] -= down;
-  for (int64_t c = w.d; c < w.d_pad; ++c) row[c] = 0;
 }
 
-// x: (rows, inputs) -> block: (rows, padded D)
+// The last step of one row, but for spectra, which wait for their factors. at: which row of q or k it is.
 template <class T>
-static void project_rows(const Layer& layer, Rows<T> x, int64_t rows, T* block) {
-  const Widths<T> w(layer);
-  const Projection& p = *layer.projection;
-  const Weights<T> own = weights_of<T>(p);
-  for_strips<T, kTileVectors>(round_up<T>(p.columns), [&](auto vectors, int64_t c) {
-    constexpr int NV = decltype(vectors)::value;
-    for (int64_t r = 0; r < rows; r += kTileRows<NV>)
-      with_rows<kTileRows<NV>>(rows - r, [&](auto tile_rows) {
-        product_tile<T, decltype(tile_rows)::value, NV>(p.inputs, x.data + r * x.row, x.row, own.weight + c, p.row,
-                                                        static_cast<const T*>(nullptr), block + r * w.d_row + c,
-                                                        w.d_row);
-      });
-  });
-  const T square = static_cast<T>(p.square), shift = static_cast<T>(p.shift);
-  for (int64_t r = 0; r < rows; ++r) {
-    T down = shift;
-    if (square != 0) down += square * square_of(x.data + r * x.row, p.inputs);
-    close_row(p, own.bias, down, w, block + r * w.d_row);
+static void finish_row(const Projection& p, int64_t at, T* row, T* once) {
+  const int64_t count = p.mirrored ? 2 * p.columns : p.columns;
+  const T amount = static_cast<T>(p.amount);
+  switch (p.finish) {
+    case Finish::none:
+    case Finish::spectra:
+      return;
+    case Finish::lifted:
+      return lift(row, count, amount);
+    case Finish::softmax:
+      return log_softmax(row, count);
+    case Finish::halves:
+      log_softmax(row, count / 2);
+      return log_softmax(row + count / 2, count / 2);
+    case Finish::waves:
+      return make_waves(row, count, amount);
+    case Finish::neighbours:
+      return multiply_neighbours(row, count, p.times, once);
+    case Finish::turned: {
+      const T* angle = weights_of<T>(p).angles + 2 * at;
+      return turn(row, count, angle[0], angle[1]);
+    }
   }
 }
 
-// The rows that the elementwise map takes: those of the view, or their projection, which is made in `block`. input:
-// (rows, w.x_row), room for rows that can't be projected where they lie.
+// x: (rows, inputs), the first of which is row `at` of q or k -> block: (rows, padded D). factors: (rows,
+// w.factor_row), once: (w.once), room.
 template <class T>
-static Rows<T> rows_before_map(const Layer& layer, View view, int64_t begin, int64_t rows, T* block, T* input) {
+static void project_rows(const Layer& layer, const Projection& p, Rows<T> x, int64_t at, int64_t rows, T* block,
+                         T* factors, T* once) {
   const Widths<T> w(layer);
-  if (!layer.projection) return rows_of<T>(layer.dtype, view, begin, rows, w.d, false, block, w.d_row);
-  project_rows(layer, rows_of<T>(layer.dtype, view, begin, rows, w.x, false, input, w.x_row), rows, block);
+  const T* bias = weights_of<T>(p).bias;
+  const bool products = p.finish == Finish::spectra;
+  const int64_t columns = products ? w.d : p.columns;
+  if (weights_of<T>(p).weight) {
+    multiply_rows(p, x, rows, 0, columns, block, w.d_row);
+  } else {
+    for (int64_t r = 0; r < rows; ++r)
+      __builtin_memcpy(block + r * w.d_row, x.data + r * x.row, static_cast<size_t>(columns) * sizeof(T));
+  }
+  const T square = static_cast<T>(p.square), shift = static_cast<T>(p.shift);
+  for (int64_t r = 0; r < rows; ++r) {
+    T* row = block + r * w.d_row;
+    T down = shift;
+    if (square != 0) down += square * square_of(x.data + r * x.row, p.inputs);
+    if (bias) add_bias(bias, columns, row);
+    if (!products) mirror_and_lower(p, down, row);
+    finish_row(p, at + r, row, once);
+    for (int64_t c = w.d; c < w.d_pad; ++c) row[c] = 0;
+  }
+  for (int64_t i = 1; products && i < p.times; ++i) {
+    multiply_rows(p, x, rows, i * w.d, w.d, factors, w.factor_row);
+    for (int64_t r = 0; r < rows; ++r) {
+      add_bias(bias + i * w.d, w.d, factors + r * w.factor_row);
+      multiply_spectra(block + r * w.d_row, factors + r * w.factor_row, w.d);
+    }
+  }
+}
+
+// The rows that the elementwise map takes: those of the view, or what the projection makes of them in `block`. room:
+// w.room(rows) numbers, for rows that can't be projected where they lie and for what their features are made of.
+template <class T>
+static Rows<T> rows_before_map(const Layer& layer, const Projection* projection, View view, int64_t begin, int64_t rows,
+                               T* block, T* room) {
+  const Widths<T> w(layer);
+  if (!projection) return rows_of<T>(layer.dtype, view, begin, rows, w.d, false, block, w.d_row);
+  Rows<T> x = rows_of<T>(layer.dtype, view, begin, rows, w.x, false, room, w.x_row);
+  if (projection->unit) {
+    unit_rows(x, rows, w.x, room, w.x_row);
+    x = {room, w.x_row};
+  }
+  T* factors = room + rows * w.x_row;
+  project_rows(layer, *projection, x, view.first + begin, rows, block, factors, factors + rows * w.factor_row);
   return {block, w.d_row};
 }
 

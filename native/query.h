@@ -88,6 +88,7 @@ constexpr double kLeastTotal = 1.0 / (1ull << 63);
 template <class T>
 static bool zero_is_exact(const Layer& layer, const T* phi_q, int64_t d) {
   if (layer.map != Map::relu && layer.map != Map::identity) return false;
+  if (layer.projection && makes_products(layer.projection->finish)) return false;
   for (int64_t c = 0; c < d; ++c)
     if (phi_q[c] != 0) return false;
   return true;
@@ -156,13 +157,13 @@ static bool query_of(const Layer& layer, const void* prepared, View q, OutView o
   const int64_t most = rows_per_block<T>(kQueryRows, w.d_pad);
   Arena arena(scratch);
   T* phi = arena.take<T>(most * w.d_row);
-  T* input = arena.take<T>(most * w.x_row);
+  T* room = arena.take<T>(w.room(most));
   T* buffer = arena.take<T>(OutRows<T>::elements(w, most));
   RowScales<T> scales(arena, most);
   bool troubled = false;
   for (int64_t r0 = begin; r0 < end; r0 += most) {
     const int64_t rows = min_of(most, end - r0);
-    map_queries(layer, state, q, r0, rows, phi, scales.power, scales.dots, input);
+    map_queries(layer, state, q, r0, rows, phi, scales.power, scales.dots, room);
     scales.close(layer, rows);
     const OutRows<T> ready(layer, out, r0, buffer, most);
     const int64_t next = r0 + rows, last = min_of(next + most, end);

@@ -95,17 +95,19 @@ static void exp_keys(const Layer& layer, const T* scale, T* x, int64_t rows) {
 }
 
 template <class T>
-static void raw_rows(const Layer& layer, View view, int64_t begin, int64_t rows, T* block, T* input = nullptr) {
+static void raw_rows(const Layer& layer, View view, int64_t begin, int64_t rows, T* block,
+                     const Projection* projection = nullptr, T* room = nullptr) {
   const Widths<T> w(layer);
-  const Rows<T> src = rows_before_map(layer, view, begin, rows, block, input);
+  const Rows<T> src = rows_before_map(layer, projection, view, begin, rows, block, room);
   if (src.data != block)
     apply_map<T, false>(Map::identity, src.data, src.row, block, w.d_row, rows, w.d, nullptr, nullptr);
 }
 
 template <class T>
-static void map_block(const Layer& layer, View view, int64_t begin, int64_t rows, T* block, T* input = nullptr) {
+static void map_block(const Layer& layer, View view, int64_t begin, int64_t rows, T* block,
+                      const Projection* projection = nullptr, T* room = nullptr) {
   const Widths<T> w(layer);
-  const Rows<T> src = rows_before_map(layer, view, begin, rows, block, input);
+  const Rows<T> src = rows_before_map(layer, projection, view, begin, rows, block, room);
   apply_map<T, false>(layer.map, src.data, src.row, block, w.d_row, rows, w.d, nullptr, nullptr);
 }
 
@@ -143,15 +145,15 @@ static void scale_rows(const Widths<T>& w, const Prepared<T>& state, int64_t row
 // (rows, lanes), the products with the state's k_sum, to be summed over the lanes.
 template <class T>
 static void map_queries(const Layer& layer, const Prepared<T>& state, View q, int64_t begin, int64_t rows, T* block,
-                        T* power, T* dots, T* input = nullptr) {
+                        T* power, T* dots, T* room = nullptr) {
   const Widths<T> w(layer);
   if (layer.map != Map::exp) {
-    const Rows<T> src = rows_before_map(layer, q, begin, rows, block, input);
+    const Rows<T> src = rows_before_map(layer, layer.query_projection, q, begin, rows, block, room);
     apply_map<T, true>(layer.map, src.data, src.row, block, w.d_row, rows, w.d, state.k_sum, dots);
     if (layer.repair) scale_rows(w, state, rows, block, power, dots);
     return;
   }
-  raw_rows(layer, q, begin, rows, block, input);
+  raw_rows(layer, q, begin, rows, block, layer.query_projection, room);
   for (int64_t r = 0; r < rows; ++r) {
     T* row = block + r * w.d_row;
     Vec<T> best = splat(T(2.0 * kEmpty)), dot = {};

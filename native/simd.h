@@ -94,6 +94,21 @@ static inline Vec<T> splat(T x) {
   return x - Vec<T>{};
 }
 
+template <class T>
+static inline BitsVec<T> splat_bits(Bits<T> x) {
+  return x - BitsVec<T>{};
+}
+
+template <class T>
+static inline bool any_lane(IntVec<T> mask) {
+#if defined(__AVX__) && !defined(__AVX512F__)
+  if constexpr (kVectorBytes == 32) return _mm256_movemask_epi8((__m256i)mask) != 0;
+#endif
+  Int<T> any = 0;
+  for (int64_t i = 0; i < kLanes<T>; ++i) any |= mask[i];
+  return any != 0;
+}
+
 // The first `count` lanes come from memory, the others are `fill`.
 template <class T>
 static inline Vec<T> load_part(const T* p, int64_t count, T fill) {

@@ -53,7 +53,7 @@ static void sweep_state(int64_t features, int64_t d_v, double* kv, const double*
 // Scratch of a step, the double version of it included.
 static int64_t step_bytes(const Layer& layer) {
   const Widths<double> w(layer);
-  return (6 * (w.d_row + w.v_row) + w.x_row + OutRows<double>::elements(w, 1) + RowScales<double>::elements(1)) * 8 +
+  return (6 * (w.d_row + w.v_row) + w.room(1) + OutRows<double>::elements(w, 1) + RowScales<double>::elements(1)) * 8 +
          prepared_bytes_of<double>(layer) + 17 * 64;
 }
 
@@ -65,15 +65,15 @@ static bool step_key(const Layer& layer, StateRef state, View k, double* phi_k, 
   T* row = arena.take<T>(w.d_row);
   T* top = arena.take<T>(w.d_pad);
   T* scale = arena.take<T>(w.d_pad);
-  T* input = arena.take<T>(w.x_row);
+  T* room = arena.take<T>(w.room(1));
   if (layer.map == Map::exp) {
-    raw_rows(layer, k, 0, 1, row, input);
+    raw_rows(layer, k, 0, 1, row, layer.projection, room);
     column_exponents<T>(row, w.d_pad, 1, w.d_pad, nullptr, top);
     raise_scales(layer, state, top);
     prepare_scales(layer, state.log_scale, scale);
     exp_keys(layer, scale, row, 1);
   } else {
-    map_block(layer, k, 0, 1, row, input);
+    map_block(layer, k, 0, 1, row, layer.projection, room);
   }
   bool vanished = false;
   for (int64_t d = 0; d < w.d; ++d) {
@@ -104,13 +104,13 @@ static bool step_query(const Layer& layer, StateRef state, View q, OutView out, 
   Arena arena(scratch);
   T* row = arena.take<T>(w.d_row);
   T* buffer = arena.take<T>(OutRows<T>::elements(w, 1));
-  T* input = arena.take<T>(w.x_row);
+  T* room = arena.take<T>(w.room(1));
   double* phi_q = arena.take<double>(w.d_pad);
   RowScales<T> scales(arena, 1);
   Prepared<T> ready(layer, arena.take<char>(prepared_bytes_of<T>(layer)));  // for its scales alone
   for (int64_t d = 0; d < w.d_pad; ++d) ready.k_sum[d] = 0;
   if (layer.map == Map::exp) prepare_scales(layer, state.log_scale, ready.scale);
-  map_queries(layer, ready, q, 0, 1, row, scales.power, scales.dots, input);
+  map_queries(layer, ready, q, 0, 1, row, scales.power, scales.dots, room);
   bool vanished = false;
   for (int64_t d = 0; d < w.d; ++d) {
     phi_q[d] = static_cast<double>(row[d]);

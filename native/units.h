@@ -132,6 +132,7 @@ class Units {
     });
     if (p_.cu_seqlens) {
       const int64_t first = rows_of(unit).begin;
+      at.q.first = at.k.first = first;
       at.q.data += first * at.q.row;
       at.k.data += first * at.k.row;
       at.v.data += first * at.v.row;
@@ -144,7 +145,10 @@ class Units {
 
   Layer layer_of(const Place& at) const {
     Layer layer = p_.layer;
-    if (layer.projection) layer.projection += at.head;
+    if (layer.projection) {
+      layer.projection += at.head * layer.projection_step;
+      layer.query_projection += at.head * layer.query_projection_step;
+    }
     return layer;
   }
 

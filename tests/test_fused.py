@@ -16,7 +16,19 @@ MAPS = {
     "t2r": feature_maps.t2r(W, B),
     "t2r without bias": feature_maps.t2r(W.astype(np.float32)),
     "performer_learned": feature_maps.performer_learned(W, B),
+    "performer_relu": feature_maps.performer_relu(17),
+    "rfa": feature_maps.rfa(30, sigma=1.5),
+    "softmax": feature_maps.softmax(),
+    "hedgehog halves": feature_maps.hedgehog(W, B, normalise="halves"),
+    "hedgehog joint": feature_maps.hedgehog(W, B, normalise="joint"),
+    "dpfp": feature_maps.dpfp(),
+    "dpfp around the ends": feature_maps.dpfp(15),
+    "sketch": feature_maps.polynomial_sketch(18, degree=4, offset=0.5, scale=0.3),
+    "sketch of odd width": feature_maps.polynomial_sketch(15, degree=2),
+    "queries of their own": feature_maps.t2r(W, B, query_weight=B[:, None] + W, query_bias=-B),
+    "cosformer": feature_maps.cosformer(200).at(range(97)),
 }
+SIGNED = ("rfa", "sketch", "sketch of odd width")  # whose denominators may come near 0
 
 pytestmark = pytest.mark.skipif(native.extension is None, reason="needs the compiled core")
 
@@ -24,6 +36,11 @@ pytestmark = pytest.mark.skipif(native.extension is None, reason="needs the comp
 @pytest.fixture(params=MAPS)
 def found(request):
     return MAPS[request.param]
+
+
+@pytest.fixture
+def normalize(request):
+    return request.node.callspec.params["found"] not in SIGNED
 
 
 def rows(n=97, d_v=3, dtype=np.float32):
@@ -43,31 +60,56 @@ def refuse(self, x):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
-def test_equals_features_made_first(found, causal, dtype):
+def test_equals_features_made_first(found, normalize, causal, dtype):
     q, k, v = rows(dtype=dtype)
+    how = {"causal": causal, "normalize": normalize}
     with backends.using("native"):
-        got = linear_attention(q, k, v, found, causal=causal, order="linear")
+        got = linear_attention(q, k, v, found, order="linear", **how)
     with backends.using("array"):
-        wanted = linear_attention(q, k, v, found, causal=causal)
+        wanted = linear_attention(q, k, v, found, **how)
     assert got.dtype == dtype
     tolerance = {2: 4e-3, 4: 2e-4, 8: 1e-12}[np.dtype(dtype).itemsize]
+    if not normalize:  # terms of either sign, of which so much may cancel
+        tolerance *= max(1, float(abs(wanted).max()))
     np.testing.assert_allclose(got, wanted, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.usefixtures("no_features")
-def test_every_verb_makes_them_inside(found):
+def test_every_verb_makes_them_inside(found, normalize):
     q, k, v = rows()
-    whole, state = linear_attention(q, k, v, found, causal=True, return_state=True)
+    how = {"causal": True, "normalize": normalize}
+    whole, state = linear_attention(q, k, v, found, return_state=True, **how)
+    tolerance = {"rtol": 1e-5, "atol": 1e-6 * max(1, float(abs(whole).max()))}
     mask = RNG.random((2, 97)) < 0.5
     linear_attention(q, k, v, found, key_mask=mask, order="linear")
-    linear_attention(q, k, v, found, cu_seqlens=[0, 3, 3, 97], causal=True)
-    made = State.of(k[:, :-1], v[:, :-1], found)
-    last = made.copy().step(q[:, -1:], k[:, -1:], v[:, -1:])
-    np.testing.assert_allclose(last, whole[:, -1:], rtol=1e-5, atol=1e-6)
-    made.absorb(k[:, -1:], v[:, -1:])
-    np.testing.assert_allclose(made.query(q[:, -1:]), whole[:, -1:], rtol=1e-5, atol=1e-6)
-    again = linear_attention(q[:, :3], k[:, :3], v[:, :3], found, state=state, causal=True)
-    assert again.shape == (2, 3, 3)
+    packed = linear_attention(q, k, v, found, cu_seqlens=[0, 3, 3, 97], **how)
+    for part in (slice(0, 3), slice(3, 97)):
+        alone = linear_attention(*(x[:, part] for x in (q, k, v)), at(found, part), **how)
+        np.testing.assert_array_equal(packed[:, part], alone)
+    made = State.of(k[:, :-1], v[:, :-1], at(found, slice(0, 96)))
+    end = slice(96, 97)
+    after = made.copy()
+    last = of(after, found, end).step(q[:, end], k[:, end], v[:, end], normalize=normalize)
+    np.testing.assert_allclose(last, whole[:, end], **tolerance)
+    of(made, found, end).absorb(k[:, end], v[:, end])
+    again = of(made, found, end).query(q[:, end], normalize=normalize)
+    np.testing.assert_allclose(again, whole[:, end], **tolerance)
+    part = slice(0, 3)
+    more = linear_attention(
+        q[:, part], k[:, part], v[:, part], at(found, part), state=of(state, found, part), **how
+    )
+    assert more.shape == (2, 3, 3)
+
+
+def at(found, part):
+    """The map for some of the rows."""
+    if not found.positional:
+        return found
+    return found.at(found.positions[part])
+
+
+def of(state, found, part):
+    return state.at(found.positions[part]) if found.positional else state
 
 
 @pytest.mark.usefixtures("no_features")
@@ -122,7 +164,7 @@ def test_a_projection_of_another_width_is_declined():
 )
 def test_bad_weights_are_refused(weight, bias):
     with pytest.raises(TypeError, match="expected a contiguous float64 array"):
-        native.extension.projection(weight, bias, 0.0, 0.0, False)
+        native.extension.projection(3, weight, bias, 0.0, 0.0, False, False, "none", 0.0, 1, None)
 
 
 def test_weights_by_head(monkeypatch):
@@ -158,7 +200,7 @@ def test_weights_by_head_over_fewer_heads_are_refused(shared):
         linear_attention(q, k, v, feature_maps.t2r(np.stack([W, -W])))
 
 
-def test_weights_of_queries_are_projected_first():
+def test_weights_of_queries():
     q, k, v = rows()
     found = feature_maps.t2r(W, B, query_weight=-W, query_bias=B)
     out = linear_attention(q, k, v, found, order="linear")
@@ -166,3 +208,122 @@ def test_weights_of_queries_are_projected_first():
     np.testing.assert_allclose(
         out, linear_attention(*by_hand, v.astype(float), "identity", 1e-6), rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("shared", ["q", "k"])
+def test_weights_of_queries_by_head(monkeypatch, shared):
+    """Heads of their own on one side, one weight for all on the other."""
+    q, k, v = (np.stack([x, x[::-1]]) for x in rows())
+    weights, biases = np.stack([W, -W]), np.stack([B, 2 * B])
+
+    def found(h):
+        own, own_bias = weights[h], biases[h]
+        if shared == "q":
+            return feature_maps.t2r(own, own_bias, query_weight=W, query_bias=B)
+        return feature_maps.t2r(W, B, query_weight=own, query_bias=own_bias)
+
+    wanted = [linear_attention(q[:, h], k[:, h], v[:, h], found(h), order="linear") for h in (0, 1)]
+    monkeypatch.setattr(feature_maps.t2r, "project", refuse)
+    whole = linear_attention(q, k, v, found(slice(None)), order="linear")
+    np.testing.assert_array_equal(whole, np.stack(wanted, 1))
+
+
+def test_an_empty_direction_stays_one():
+    """A row of zeros has no length; its features are those of 0."""
+    q, k, v = rows(5)
+    q[:, 0], k[:, 2] = 0, 0
+    found = feature_maps.rfa(64)
+    got = linear_attention(q, k, v, found, order="linear", normalize=False)
+    phi = [found(x.astype(float)) for x in (q, k)]
+    np.testing.assert_allclose(got, phi[0] @ phi[1].swapaxes(-1, -2) @ v, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e25])
+def test_lengths_whose_squares_leave_the_range(size):
+    q, k, v = rows(9)
+    found = feature_maps.rfa(64, sigma=2.0)
+    got = linear_attention((q * size).astype("f"), (k * size).astype("f"), v, found, order="linear")
+    np.testing.assert_allclose(got, linear_attention(q, k, v, found), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["softmax", "hedgehog halves", "hedgehog joint", "rfa", "dpfp"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_in_its_row(name, bad):
+    q, k, v = rows()
+    clean = linear_attention(q, k, v, MAPS[name], order="linear")
+    q[0, 3, 2] = bad
+    got = linear_attention(q, k, v, MAPS[name], order="linear")
+    with backends.using("array"), np.errstate(all="ignore"):
+        wanted = linear_attention(q, k, v, MAPS[name])
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(wanted))
+    np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-3)
+    got[0, 3], clean[0, 3] = 0, 0
+    np.testing.assert_array_equal(got, clean)
+
+
+@pytest.mark.parametrize(
+    "positions", [None, [0.0] * 96, np.zeros((2, 97)), [0] * 96 + [201], [-1] * 97]
+)
+def test_positions_that_the_core_does_not_take(positions):
+    """Left to the road of arrays, which takes them or words the error."""
+    found = feature_maps.cosformer(200)
+    found = found if positions is None else found.at(positions)
+    q, k, v = rows()
+    if isinstance(positions, np.ndarray):
+        got = linear_attention(q, k, v, found, order="linear")
+        plain = linear_attention(q, k, v, found.at([0] * 97), order="linear")
+        np.testing.assert_allclose(got, plain, rtol=1e-5, atol=1e-6)
+    else:
+        with pytest.raises(ValueError, match="positions: expected|cosformer needs"):
+            linear_attention(q, k, v, found, order="linear")
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ({"finish": "sharp"}, "finish: expected none, lifted"),
+        ({"times": 0}, "steps that fit"),
+        ({"finish": "spectra", "times": 2, "weight": np.zeros((3, 5))}, "steps that fit"),
+        ({"finish": "spectra", "weight": np.zeros((3, 4)), "mirrored": True}, "steps that fit"),
+        ({"finish": "halves"}, "steps that fit"),
+        ({"bias": np.zeros(3)}, "expected one where there is a bias"),
+        ({"inputs": 0}, "inputs >= 1"),
+        ({"finish": "turned"}, "angles: expected a contiguous float64 array"),
+        ({"finish": "turned", "angles": np.zeros((3, 3))}, "angles: expected a contiguous"),
+    ],
+)
+def test_steps_that_do_not_fit_are_refused(steps, message):
+    plain = {"inputs": 3, "weight": None, "bias": None, "square": 0.0, "shift": 0.0,
+             "mirrored": False, "unit": False, "finish": "none", "amount": 0.0, "times": 1,
+             "angles": None}  # fmt: skip
+    with pytest.raises((TypeError, ValueError), match=message):
+        native.extension.projection(**plain | steps)
+
+
+def test_projections_that_do_not_go_together_are_declined():
+    """Keys and queries may differ in their weights alone."""
+    q, k, v = rows()
+    keys = native.fused(feature_maps.t2r(W, B), k)
+    others = [native.fused(found, k) for found in (MAPS["dpfp"], feature_maps.t2r(W[:4]))]
+    assert all(
+        native.attend(q, k, v, (*keys, other[1]), 0.0, False, None, None, False, True, None, False,
+                      "linear", None) is None
+        for other in others
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("small", ["q", "k", "both"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_products_too_small_for_float(small, causal):
+    """Rows whose features vanish in float32 have their weights all the same."""
+    q, k, v = rows()
+    q = q * np.float32(1e-25) if small != "k" else q
+    k = k * np.float32(1e-25) if small != "q" else k
+    found, how = (
+        MAPS["dpfp"],
+        {"eps": 0.0, "causal": causal, "order": "auto" if causal else "linear"},
+    )
+    got = linear_attention(q, k, v, found, **how)
+    exact = linear_attention(*(x.astype(float) for x in (q, k, v)), found, **how)
+    assert (exact != 0).mean() > 0.9
+    np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-6)

@@ -23,6 +23,21 @@ static Functions<T> functions() {
     over(x, y, n, [](Vec<T> v) { return exp_nonpositive<T>(v); });
   };
   f.log1p_unit = [](const T* x, T* y, int64_t n) { over(x, y, n, [](Vec<T> v) { return log1p_unit<T>(v); }); };
+  f.log_from_one = [](const T* x, T* y, int64_t n) { over(x, y, n, [](Vec<T> v) { return log_from_one<T>(v); }); };
+  f.sine = [](const T* x, T* y, int64_t n) {
+    over(x, y, n, [](Vec<T> v) {
+      Vec<T> s, c;
+      sin_cos<T>(v, s, c);
+      return s;
+    });
+  };
+  f.cosine = [](const T* x, T* y, int64_t n) {
+    over(x, y, n, [](Vec<T> v) {
+      Vec<T> s, c;
+      sin_cos<T>(v, s, c);
+      return c;
+    });
+  };
   f.exponent = [](const T* x, T* y, int64_t n) { over(x, y, n, [](Vec<T> v) { return exponent_of<T>(v); }); };
   f.exp_shifted = [](const T* x, const T* shift, T* y, int64_t n) {
     for (int64_t i = 0; i < n; i += kLanes<T>) store(y + i, exp_shifted<T>(load(x + i), load(shift + i)));

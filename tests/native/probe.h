@@ -13,6 +13,9 @@ struct Functions {
   void (*exp)(const T* x, T* y, int64_t n);
   void (*exp_nonpositive)(const T* x, T* y, int64_t n);
   void (*log1p_unit)(const T* x, T* y, int64_t n);
+  void (*log_from_one)(const T* x, T* y, int64_t n);
+  void (*sine)(const T* x, T* y, int64_t n);
+  void (*cosine)(const T* x, T* y, int64_t n);
   void (*exp_shifted)(const T* x, const T* shift, T* y, int64_t n);
   void (*exponent)(const T* x, T* y, int64_t n);
   void (*phi)(Map map, const T* x, T* y, int64_t n);

@@ -95,6 +95,15 @@ Wider log1p_series(Wider x) {
   return 2 * z * sum;
 }
 
+// log(x) for x >= 1, likewise.
+template <class Wider>
+Wider log_series(Wider x) {
+  int exponent;
+  const Wider mantissa = std::frexp(x, &exponent) * 2;
+  return log1p_series<Wider>(mantissa - 1) +
+         (exponent - 1) * static_cast<Wider>(0.693147180559945309417232121458176568L);
+}
+
 struct Worst {
   double ulps = 0, at = 0;
 };
@@ -127,7 +136,28 @@ void test_functions(const char* name, const Functions<T>& f, int64_t count) {
   std::printf(", below 0 %.2f (and |x| / 20)", worst.ulps);
   worst = worst_of<T>(f.log1p_unit, scan<T>(0, 1, count), [](Wider x) { return log1p_series(x); }, 0);
   CHECK(worst.ulps <= 2.5, "%s log1p: %.3f ulp at %.9g", name, worst.ulps, worst.at);
-  std::printf(", log1p %.2f ulp\n", worst.ulps);
+  std::printf(", log1p %.2f", worst.ulps);
+  worst = worst_of<T>(f.log_from_one, scan<T>(1, 1e30, count), log_series<Wider>, 0);
+  CHECK(worst.ulps <= 2.5, "%s log: %.3f ulp at %.9g", name, worst.ulps, worst.at);
+  std::printf(", log %.2f ulp", worst.ulps);
+
+  // sin and cos in units of the last place of 1/2 ... 1, to both sides of where libm takes over.
+  const double limit = single ? 8192 : 1048576;
+  for (double most : {4.0, limit, 3 * limit}) {
+    const std::vector<T> x = scan<T>(-most, most, count / 2);
+    std::vector<T> sine(x.size()), cosine(x.size());
+    f.sine(x.data(), sine.data(), static_cast<int64_t>(x.size()));
+    f.cosine(x.data(), cosine.data(), static_cast<int64_t>(x.size()));
+    double off = 0;
+    for (size_t i = 0; i < x.size(); ++i) {
+      const Wider z = x[i];
+      const double errors[] = {static_cast<double>(std::fabs(sine[i] - std::sin(z))),
+                               static_cast<double>(std::fabs(cosine[i] - std::cos(z)))};
+      for (double error : errors) off = std::max(off, std::isnan(error) ? kInf : std::ldexp(error, Limits<T>::digits));
+    }
+    CHECK(off <= 2, "%s sin, cos to %g: %.3f", name, most, off);
+    if (most == limit) std::printf(", sin and cos %.2f of 1/2 ... 1\n", off);
+  }
 
   // The maps as they are defined, conditioning included.
   for (Map map : {Map::elu1, Map::relu, Map::squared_relu, Map::softplus, Map::sigmoid, Map::identity}) {
@@ -168,6 +198,13 @@ void test_functions(const char* name, const Functions<T>& f, int64_t count) {
   // exp beyond its range
   T x[kProbeLanes] = {T(-kInf), T(kInf), T(kNaN), T(0), T(-1e30), T(1e30), T(under * 1.01), T(over * 1.01)},
     y[kProbeLanes];
+  f.sine(x, y, kProbeLanes);
+  CHECK(std::isnan(y[0]) && std::isnan(y[1]) && std::isnan(y[2]) && y[3] == 0 && std::fabs(y[4]) <= 1, "%s", name);
+  f.cosine(x, y, kProbeLanes);
+  CHECK(std::isnan(y[0]) && std::isnan(y[1]) && std::isnan(y[2]) && y[3] == 1 && std::fabs(y[5]) <= 1, "%s", name);
+  const T ones[kProbeLanes] = {1, T(kNaN), 1};
+  f.log_from_one(ones, y, kProbeLanes);
+  CHECK(y[0] == 0 && std::isnan(y[1]) && y[2] == 0, "%s", name);
   f.exp(x, y, kProbeLanes);
   CHECK(y[0] == 0 && y[1] == T(kInf) && std::isnan(y[2]) && y[3] == 1 && y[4] == 0 && y[5] == T(kInf), "%s", name);
   CHECK(y[6] == 0 && y[7] == T(kInf), "%s", name);

@@ -13,13 +13,23 @@ def rows(n=65):
     return torch.randn(2, n, 8), torch.randn(2, n, 8), torch.randn(2, n, 3)
 
 
-@pytest.fixture(params=["favor", "hedgehog", "trained"])
+MAPS = {
+    "favor": lambda: feature_maps.favor(24),
+    "hedgehog": lambda: feature_maps.hedgehog(torch.randn(5, 8) / 3, torch.randn(5)),
+    "halves": lambda: feature_maps.hedgehog(torch.randn(5, 8) / 3, normalise="halves"),
+    "trained": lambda: front.hedgehog(8, 5),
+    "trained, queries of their own": lambda: front.hedgehog(8, 5, separate=True, normalise="joint"),
+    "softmax": feature_maps.softmax,
+    "dpfp": lambda: feature_maps.dpfp(2),
+    "performer_relu": lambda: feature_maps.performer_relu(24),
+    "rfa": lambda: feature_maps.rfa(256, sigma=2.0),
+    "sketch": lambda: feature_maps.polynomial_sketch(32, offset=20.0),
+}
+
+
+@pytest.fixture(params=MAPS)
 def found(request):
-    if request.param == "favor":
-        return feature_maps.favor(24)
-    if request.param == "hedgehog":
-        return feature_maps.hedgehog(torch.randn(5, 8) / 3, torch.randn(5))
-    return front.hedgehog(8, 5)
+    return MAPS[request.param]()
 
 
 def refuse(monkeypatch, found):

@@ -15,7 +15,7 @@ import warnings
 from types import ModuleType
 from typing import Any
 
-from ..feature_maps import FeatureMap
+from ..feature_maps import FeatureMap, Recipe
 
 __all__ = [
     "REMEDY",
@@ -92,16 +92,29 @@ def fused(found: FeatureMap, x: Any) -> Any:
     """
     if found.project is None:
         return found.kernel
-    if extension is None or not x.shape or found.project_queries is not None:
+    if extension is None or not x.shape:
         return None
-    affine = found.affine(x.shape[-1])
-    if affine is None:
+    recipe = found.recipe(x.shape[-1])
+    if recipe is None:
         return None
-    if affine.core is None or affine.core[0] is not extension:
-        a = affine
-        made = extension.projection(a.weight, a.bias, a.square, a.shift, a.mirrored)
-        affine.core = (extension, (found.kernel, made))
-    return affine.core[1]
+    whole = _made(recipe, found.kernel, x.shape[-1])
+    if found.project_queries is None:
+        return whole
+    recipe = found.query_recipe(x.shape[-1])
+    return None if recipe is None else (*whole, _made(recipe, found.kernel, x.shape[-1])[1])
+
+
+def _made(recipe: Recipe, kernel: str, d_k: int) -> Any:
+    """(kernel, the core's projection), the same tuple at each call."""
+    assert extension is not None
+    if recipe.core is None or recipe.core[0] is not extension:
+        r = recipe
+        made = extension.projection(
+            d_k, r.weight, r.bias, r.square, r.shift, r.mirrored, r.unit, r.finish, r.amount,
+            r.times, r.angles,
+        )  # fmt: skip
+        recipe.core = (extension, (kernel, made))
+    return recipe.core[1]
 
 
 def register_torch(torch: ModuleType) -> None:

@@ -24,9 +24,9 @@ Examples
 from ._base import (
     EXPONENTIAL,
     KERNELS,
-    Affine,
     Family,
     FeatureMap,
+    Recipe,
     cast,
     catalogue,
     elementwise,
@@ -53,9 +53,9 @@ from ._random import Rfa as rfa
 __all__ = [
     "EXPONENTIAL",
     "KERNELS",
-    "Affine",
     "Family",
     "FeatureMap",
+    "Recipe",
     "cast",
     "catalogue",
     "cosformer",

@@ -15,9 +15,9 @@ __all__ = [
     "EXPONENTIAL",
     "KERNELS",
     "WRITTEN",
-    "Affine",
     "Family",
     "FeatureMap",
+    "Recipe",
     "cast",
     "catalogue",
     "concatenate",
@@ -47,28 +47,44 @@ where both orders of `taylor` and `polynomial` take the same time, d = 16 to 128
 
 
 @dataclass(eq=False)
-class Affine:
+class Recipe:
     """A projection that the compiled core can make itself, a block of rows at a time.
 
     ::
 
-        project(x) = +-(x weight + bias) - square |x|^2 - shift
+        z = +-(x weight + bias) - square |x|^2 - shift
+        project(x) = finish(z)
 
     weight:
-        (d_k, columns), float64 and C-contiguous, or one for each head: (heads, d_k, columns)
+        (d_k, columns), float64 and C-contiguous, or one for each head: (heads, d_k, columns); None:
+        there is no product, z comes of x itself
     bias:
         (columns,) or (heads, columns), float64, or None
     mirrored:
-        both signs, + first: D is twice the columns
+        both signs, + first: z has twice the columns
+    unit:
+        x is divided by |x| first, where that isn't 0
+    finish:
+        "none"; "lifted": max(z, 0) + amount; "softmax": z - log(sum exp(z)), and "halves": so for
+        each half; "waves": amount (sin(z), cos(z)); "neighbours": the products of `dpfp` for
+        nu = times; "spectra": the product of as many spectra as `times` says, see
+        `polynomial_sketch`; "turned": (z cos(a), z sin(a)) with an angle for each row
+    angles:
+        (n, 2), float64 and C-contiguous: cosine and sine of each row's angle, for q and k of n rows
     core:
         what the core has made of it, kept for its next call
     """
 
-    weight: Array
+    weight: Array | None = None
     bias: Array | None = None
     square: float = 0.0
     shift: float = 0.0
     mirrored: bool = False
+    unit: bool = False
+    finish: str = "none"
+    amount: float = 0.0
+    times: int = 1
+    angles: Array | None = None
     core: Any = None
 
 
@@ -134,18 +150,26 @@ class FeatureMap:
 
         A multiplication and its addition are two; a number that an elementwise pass writes to
         memory counts as `WRITTEN` of them. A kernel alone is 0: it is applied within the product,
-        in whose time it is hidden. So is a `project` that only calling it can tell the width of.
+        in whose time it is hidden. So is what the core makes of a `recipe` without a product, and a
+        `project` that only calling it can tell the width of.
         """
-        D = None if self.project is None else self.width(d_k)
+        D = None if self.project is None or self.recipe(d_k) else self.width(d_k)
         return 0 if D is None else WRITTEN * D
 
-    def affine(self, d_k: int) -> Affine | None:
+    def recipe(self, d_k: int) -> Recipe | None:
         """`project` for rows of d_k numbers, as the compiled core can make it; None: it can't.
 
         The same object each time, where weights don't change. A `project` that isn't a method may
-        have an `affine` of its own.
+        have a `recipe` of its own, and a `query_recipe`.
         """
-        make = getattr(self.project, "affine", None)
+        make = getattr(self.project, "recipe", None)
+        return None if make is None else make(d_k)
+
+    def query_recipe(self, d_k: int) -> Recipe | None:
+        """That of `project_queries`, which has the steps of `recipe` with other weights."""
+        if self.project_queries is None:
+            return self.recipe(d_k)
+        make = getattr(self.project, "query_recipe", None)
         return None if make is None else make(d_k)
 
     @property

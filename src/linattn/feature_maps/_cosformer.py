@@ -8,8 +8,10 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from .. import fronts
-from ._base import Array, Family, concatenate, constant, namespace, wide
+from ._base import Array, Family, Recipe, concatenate, constant, namespace, wide
 
 __all__ = ["Cosformer"]
 
@@ -91,11 +93,29 @@ class Cosformer(Family, label="cosformer"):
             )
         front = fronts.front(where)
         readable = front is None or front.readable(where)  # not where it is traced
-        if readable and not bool(((where >= 0) & (where <= self.length)).all()):
+        if readable and not self._inside(where):
             raise ValueError(
                 f"positions: expected 0 to length = {self.length}, beyond which weights would be "
                 "negative; make the map with a larger length"
             )
-        angle = (where * (math.pi / (2 * self.length)))[..., None]
+        cosine, sine = self._turns(xp, where)
+        return concatenate(xp, [x * cosine[..., None], x * sine[..., None]])
+
+    def recipe(self, d_k: int) -> Recipe | None:
+        """Where positions are plain numbers, one a row; `project` takes or refuses all others."""
+        if self.positions is None or hasattr(self.positions, "requires_grad"):
+            return None
+        where = np.asarray(self.positions, np.float64)
+        if where.ndim != 1 or not where.size or not self._inside(where):
+            return None
+        angles = np.ascontiguousarray(np.stack(self._turns(np, where), -1))
+        return Recipe(finish="turned", angles=angles)
+
+    def _inside(self, where: Array) -> bool:
+        return bool(((where >= 0) & (where <= self.length)).all())
+
+    def _turns(self, xp: Any, where: Array) -> tuple[Array, Array]:
+        """Cosine and sine of each row's angle."""
+        angle = where * (math.pi / (2 * self.length))
         # cos(pi / 2) is a rounding away from 0, on either side of it.
-        return concatenate(xp, [x * xp.clip(xp.cos(angle), 0, None), x * xp.sin(angle)])
+        return xp.clip(xp.cos(angle), 0, None), xp.sin(angle)

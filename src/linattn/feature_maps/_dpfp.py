@@ -4,9 +4,10 @@ from __future__ import annotations
 
 # `project` is a field of FeatureMap and a method here.
 # mypy: disable-error-code="misc"
+import functools
 from dataclasses import dataclass
 
-from ._base import Array, Family, concatenate, namespace, wide
+from ._base import Array, Family, Recipe, concatenate, namespace, wide
 
 __all__ = ["Dpfp"]
 
@@ -56,3 +57,11 @@ class Dpfp(Family, label="dpfp"):
         x = wide(xp, x)
         r = concatenate(xp, [xp.clip(x, 0, None), xp.clip(-x, 0, None)])
         return concatenate(xp, [r * xp.roll(r, j, -1) for j in range(1, self.nu + 1)])
+
+    def recipe(self, d_k: int) -> Recipe:
+        return _neighbours(d_k, self.nu)
+
+
+@functools.lru_cache(maxsize=64)
+def _neighbours(d_k: int, nu: int) -> Recipe:
+    return Recipe(finish="neighbours", times=nu)

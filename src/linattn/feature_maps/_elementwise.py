@@ -4,9 +4,10 @@ from __future__ import annotations
 
 # `project` is a field of FeatureMap and a method here.
 # mypy: disable-error-code="misc"
+import functools
 from dataclasses import dataclass
 
-from ._base import Array, Family, FeatureMap, named, namespace, wide
+from ._base import Array, Family, FeatureMap, Recipe, named, namespace, wide
 
 __all__ = ["Softmax", "elu1", "exp", "identity", "relu", "sigmoid", "softplus", "squared_relu"]
 
@@ -61,6 +62,14 @@ class Softmax(Family, label="softmax"):
 
     def project(self, x: Array) -> Array:
         return log_softmax(x)
+
+    def recipe(self, d_k: int) -> Recipe:
+        return _over_features(d_k)
+
+
+@functools.lru_cache(maxsize=64)
+def _over_features(d_k: int) -> Recipe:
+    return Recipe(finish="softmax")
 
 
 def log_softmax(x: Array) -> Array:

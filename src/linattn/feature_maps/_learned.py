@@ -10,15 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from ._base import WRITTEN, Affine, Array, Family, concatenate, constant, namespace, wide
+from ._base import Array, Family, Recipe, concatenate, constant, namespace, wide
 from ._elementwise import log_softmax
 from ._random import scaled, side
 
 __all__ = ["T2R", "Hedgehog", "PerformerLearned"]
+
+L = TypeVar("L", bound="Learned")
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -59,10 +61,15 @@ class Learned(Family):
 
     @property
     def project_queries(self) -> Callable[[Array], Array] | None:  # type: ignore[override]
-        if self.query_weight is None:
-            return None
+        return None if self.query_weight is None else self.of_queries().project
+
+    def of_queries(self: L) -> L:
+        """The map that queries have for themselves."""
         weights = {"weight": self.query_weight, "bias": self.query_bias}
-        return replace(self, **weights, query_weight=None, query_bias=None).project
+        return replace(self, **weights, query_weight=None, query_bias=None)
+
+    def query_recipe(self, d_k: int) -> Recipe | None:
+        return (self if self.query_weight is None else self.of_queries()).recipe(d_k)
 
     def width(self, d_k: int) -> int:
         return int(self.weight.shape[-2])
@@ -81,22 +88,14 @@ class Learned(Family):
         y = x @ constant(xp, self.weight, x).swapaxes(-1, -2)
         return y if self.bias is None else y + constant(xp, self.bias, x)[..., None, :]
 
-    def fixed(
-        self, scale: float = 1.0, square: float = 0.0, shift: float = 0.0, mirrored: bool = False
-    ) -> Affine | None:
-        """+-(scale W x + b) - square |x|^2 - shift; None where W trains."""
+    def fixed(self, scale: float = 1.0, **steps: Any) -> Recipe | None:
+        """scale W x + b, and the other steps of a recipe; None where W trains."""
         if len(self.weight.shape) > 3 or any(
             getattr(x, "requires_grad", False) for x in (self.weight, self.bias)
         ):
             return None
-        bias = None if self.bias is None else numbers(self.bias)
-        return Affine(
-            np.ascontiguousarray(numbers(self.weight).swapaxes(-1, -2) * scale),
-            bias,
-            square,
-            shift,
-            mirrored,
-        )
+        weight = np.ascontiguousarray(numbers(self.weight).swapaxes(-1, -2) * scale)
+        return Recipe(weight, None if self.bias is None else numbers(self.bias), **steps)
 
 
 def numbers(values: Array) -> Array:
@@ -174,11 +173,6 @@ class Hedgehog(Learned, label="hedgehog"):
     def width(self, d_k: int) -> int:
         return 2 * super().width(d_k)
 
-    def row_operations(self, d_k: int) -> int:
-        """Those of W x, and of a pass over features that are normalised."""
-        passes = 0 if self.normalise is None else WRITTEN * self.width(d_k)
-        return super().row_operations(d_k) + passes
-
     def project(self, x: Array) -> Array:
         xp = namespace(x)
         z = self.layer(xp, wide(xp, x))
@@ -187,8 +181,9 @@ class Hedgehog(Learned, label="hedgehog"):
         both = concatenate(xp, [z, -z])
         return both if self.normalise is None else log_softmax(both)
 
-    def affine(self, d_k: int) -> Affine | None:
-        return self.fixed(mirrored=True) if self.normalise is None else None
+    def recipe(self, d_k: int) -> Recipe | None:
+        finish = {None: "none", "halves": "halves", "joint": "softmax"}[self.normalise]
+        return self.fixed(mirrored=True, finish=finish)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -219,7 +214,7 @@ class T2R(Learned, label="t2r"):
         xp = namespace(x)
         return self.layer(xp, wide(xp, x))
 
-    def affine(self, d_k: int) -> Affine | None:
+    def recipe(self, d_k: int) -> Recipe | None:
         return self.fixed()
 
 
@@ -259,6 +254,6 @@ class PerformerLearned(Learned, label="performer_learned"):
         along = self.layer(xp, y)
         return along - ((y * y).sum(-1)[..., None] + math.log(along.shape[-1])) / 2
 
-    def affine(self, d_k: int) -> Affine | None:
+    def recipe(self, d_k: int) -> Recipe | None:
         scale = side(self.scale, d_k)
-        return self.fixed(scale, scale**2 / 2, math.log(self.weight.shape[-2]) / 2)
+        return self.fixed(scale, square=scale**2 / 2, shift=math.log(self.weight.shape[-2]) / 2)

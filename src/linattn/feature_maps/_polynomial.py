@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ._base import WRITTEN, Array, Family, concatenate, constant, namespace, taken
-from ._random import Drawn, scaled
+from ._base import WRITTEN, Array, Family, Recipe, concatenate, constant, namespace, taken
+from ._random import Drawn, scaled, side
 
 __all__ = ["Polynomial", "PolynomialSketch", "Taylor"]
 
@@ -382,11 +382,15 @@ class PolynomialSketch(Drawn, label="polynomial_sketch"):
     ::
 
         C_p(y)_h = sum of s_p(i) y_i over the i with h_p(i) = h          p = 1 ... degree
-        phi(x)   = C_1(y) * ... * C_degree(y)                            circular convolution
+        phi(x)   = F (C_1(y) * ... * C_degree(y))                        circular convolution
+                 = (F C_1(y)) ... (F C_degree(y))
 
         E phi(q) . phi(k) = (scale^2 q . k + offset)^degree              y = (scale x, sqrt(offset))
 
-    with hashes h_p: features -> 0 ... m - 1 and signs s_p drawn from the seed.
+    with hashes h_p: features -> 0 ... m - 1 and signs s_p drawn from the seed. F is the discrete
+    Fourier transform, in m real numbers and so weighed that F a . F b = a . b (Parseval): features
+    are left in frequencies, where a convolution is a product, as nothing but their products
+    matters. Going there is part of the one matrix product with all C_p.
 
     degree, offset, scale:
         as of `polynomial`
@@ -437,31 +441,32 @@ class PolynomialSketch(Drawn, label="polynomial_sketch"):
         return _width(self.features, 2, True) if self.squared else self.features
 
     def row_operations(self, d_k: int) -> int:
-        """Products with the sketches, a pass for each step of a transform, one for the square."""
-        count, m = self.degree // 2 if self.squared else self.degree, self.features
-        products = count * 2 * (d_k + (self.offset > 0)) * m
-        transforms = count + 1 if count > 1 else 0
-        passes = transforms * m * (m - 1).bit_length()
-        return products + WRITTEN * (passes + (_passes(m, 2, True) if self.squared else 0))
+        """The product with the sketches, and passes for the square."""
+        passes = _passes(self.features, 2, True) if self.squared else 0
+        return 2 * d_k * self.count * self.features + WRITTEN * passes
+
+    @property
+    def count(self) -> int:
+        """How many sketches are multiplied."""
+        return self.degree // 2 if self.squared else self.degree
 
     def project(self, x: Array) -> Array:
         xp = namespace(x)
         y = scaled(xp, x, self.scale)
         if self.offset > 0:
             y = concatenate(xp, [y, xp.ones_like(y[..., :1]) * math.sqrt(self.offset)])
-        count = self.degree // 2 if self.squared else self.degree
-        made = [
-            y @ constant(xp, count_sketch(self.seed, p, y.shape[-1], self.features), y)
-            for p in range(count)
-        ]
-        found = made[0]
-        if count > 1:  # the spectrum of a convolution is the product of spectra
-            spectrum = xp.fft.rfft(made[0])
-            for other in made[1:]:
-                spectrum = spectrum * xp.fft.rfft(other)
-            found = xp.fft.irfft(spectrum, self.features)
-            found = constant(xp, found, y)  # older NumPy transforms in float64
+        m = self.features
+        made = y @ constant(xp, spectra(self.seed, self.count, y.shape[-1], m), y)
+        found = made[..., :m]
+        for p in range(1, self.count):
+            found = _times(xp, found, made[..., p * m : (p + 1) * m])
         return powers(xp, found, _last(2), True) if self.squared else found
+
+    def recipe(self, d_k: int) -> Recipe | None:
+        if self.squared:
+            return None
+        scale = side(self.scale, d_k)
+        return _sketched(self.seed, self.degree, d_k, self.features, scale, self.offset)
 
 
 @functools.lru_cache(maxsize=64)
@@ -472,3 +477,41 @@ def count_sketch(seed: int, p: int, d: int, m: int) -> Array:
     found[np.arange(d), rng.integers(m, size=d)] = rng.choice([-1.0, 1.0], size=d)
     found.flags.writeable = False
     return found
+
+
+@functools.lru_cache(maxsize=64)
+def spectra(seed: int, count: int, d: int, m: int) -> Array:
+    """(d, count m): F C_p of each unit vector, for p = 0 ... count - 1 side by side; read-only.
+
+    A spectrum of m real numbers is m real numbers: the real parts of the frequencies 0 ... m/2,
+    then their imaginary parts, which neither 0 has nor m/2 of an even m. All but those two stand
+    for two frequencies; the weights that make up for it, and for F, are put on the first sketch.
+    """
+    real = m // 2 + 1
+    found = []
+    for p in range(count):
+        spectrum = np.fft.rfft(count_sketch(seed, p, d, m))
+        found.append(np.concatenate([spectrum.real, spectrum.imag[:, 1 : m - real + 1]], -1))
+    twice = np.full(m, math.sqrt(2 / m))
+    twice[[0, real - 1] if m % 2 == 0 else 0] = math.sqrt(1 / m)
+    found[0] = found[0] * twice
+    made = np.concatenate(found, -1)
+    made.flags.writeable = False
+    return made
+
+
+def _times(xp: Any, a: Array, b: Array) -> Array:
+    """The products of two spectra, laid out as `spectra` says: (..., m)."""
+    m = a.shape[-1]
+    real = m // 2 + 1
+    both = m - real + 1  # frequencies 1 ... both - 1 are complex
+    ar, ai, br, bi = a[..., 1:both], a[..., real:], b[..., 1:both], b[..., real:]
+    ends = a[..., :1] * b[..., :1], a[..., both:real] * b[..., both:real]
+    return concatenate(xp, [ends[0], ar * br - ai * bi, ends[1], ar * bi + ai * br])
+
+
+@functools.lru_cache(maxsize=64)
+def _sketched(seed: int, degree: int, d: int, m: int, scale: float, offset: float) -> Recipe:
+    found = spectra(seed, degree, d + (offset > 0), m)
+    bias = found[d] * math.sqrt(offset) if offset > 0 else None
+    return Recipe(found[:d] * scale, bias, finish="spectra", times=degree)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .. import fronts
-from ._base import WRITTEN, Affine, Array, Family, concatenate, constant, namespace, wide, with_sign
+from ._base import WRITTEN, Array, Family, Recipe, concatenate, constant, namespace, wide, with_sign
 
 __all__ = ["Favor", "PerformerRelu", "ReluRandom", "Rfa", "directions", "scaled"]
 
@@ -49,12 +49,13 @@ def directions(seed: int, count: int, d: int, orthogonal: bool) -> Array:
 
 @functools.lru_cache(maxsize=64)
 def along_directions(
-    seed: int, count: int, d: int, orthogonal: bool, scale: float, square: float, shift: float,
-    mirrored: bool,
-) -> Affine:  # fmt: skip
-    """+-scale w . x - square |x|^2 - shift for directions w."""
+    seed: int, count: int, d: int, orthogonal: bool, scale: float = 1.0, square: float = 0.0,
+    shift: float = 0.0, mirrored: bool = False, unit: bool = False, finish: str = "none",
+    amount: float = 0.0,
+) -> Recipe:  # fmt: skip
+    """+-scale w . x - square |x|^2 - shift for directions w, and how it goes on."""
     w = np.ascontiguousarray(directions(seed, count, d, orthogonal).T) * scale
-    return Affine(w, None, square, shift, mirrored)
+    return Recipe(w, None, square, shift, mirrored, unit, finish, amount)
 
 
 def scaled(xp: Any, x: Array, scale: float | None) -> Array:
@@ -105,7 +106,7 @@ class Drawn(Family):
     def row_operations(self, d_k: int) -> int:
         """The product with the directions, and a pass over features that the core doesn't make."""
         product = 2 * d_k * self.count
-        return product if self.affine(d_k) else product + WRITTEN * self.features
+        return product if self.recipe(d_k) else product + WRITTEN * self.features
 
     def redraw(self: F, seed: int) -> F:
         """The same map with other directions.
@@ -212,7 +213,7 @@ class Favor(Drawn, label="favor"):
             along = concatenate(xp, [along, -along])
         return along - (half + math.log(self.features) / 2)
 
-    def affine(self, d_k: int) -> Affine | None:
+    def recipe(self, d_k: int) -> Recipe | None:
         if self.kind == "trigonometric":
             return None
         scale = side(self.scale, d_k)
@@ -275,6 +276,12 @@ class Rfa(Drawn, label="rfa"):
         along = y @ self.drawn(xp, y)
         return concatenate(xp, [xp.sin(along), xp.cos(along)]) * math.sqrt(2 / self.features)
 
+    def recipe(self, d_k: int) -> Recipe:
+        return along_directions(
+            self.seed, self.count, d_k, self.orthogonal, 1 / self.sigma, unit=True, finish="waves",
+            amount=math.sqrt(2 / self.features),
+        )  # fmt: skip
+
 
 def positive(xp: Any, x: Array) -> Array:
     """x, and 1 where it is 0."""
@@ -319,10 +326,8 @@ class ReluRandom(Drawn, label="relu_random"):
         x = wide(xp, x)
         return x @ self.drawn(xp, x) * self.features**-0.5
 
-    def affine(self, d_k: int) -> Affine:
-        return along_directions(
-            self.seed, self.features, d_k, self.orthogonal, self.features**-0.5, 0.0, 0.0, False
-        )
+    def recipe(self, d_k: int) -> Recipe:
+        return along_directions(self.seed, self.features, d_k, self.orthogonal, self.features**-0.5)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -364,3 +369,8 @@ class PerformerRelu(Drawn, label="performer_relu"):
         xp = namespace(x)
         x = wide(xp, x)
         return xp.clip(x @ self.drawn(xp, x), 0, None) + self.offset
+
+    def recipe(self, d_k: int) -> Recipe:
+        return along_directions(
+            self.seed, self.features, d_k, self.orthogonal, finish="lifted", amount=self.offset
+        )

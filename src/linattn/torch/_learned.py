@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import feature_maps
-from ..feature_maps import Affine, Family, FeatureMap
+from ..feature_maps import Family, FeatureMap, Recipe
 
 __all__ = ["Layer", "hedgehog", "performer_learned", "t2r"]
 
@@ -55,13 +55,22 @@ class Layer(nn.Module):
         projected: Tensor = make(weight=weight, bias=bias, **self.given).project(x)
         return projected
 
-    def affine(self, d_k: int) -> Affine | None:
+    def recipe(self, d_k: int) -> Recipe | None:
         """What `forward` does, for the compiled core; None where somebody else looks on."""
+        return self._recipe(d_k, self.weight, self.bias)
+
+    def query_recipe(self, d_k: int) -> Recipe | None:
+        """What `queries` does."""
+        if self.query_weight is None:
+            return self.recipe(d_k)
+        return self._recipe(d_k, self.query_weight, self.query_bias)
+
+    def _recipe(self, d_k: int, *given: Tensor | None) -> Recipe | None:
         if torch.is_grad_enabled() or self._forward_hooks or self._forward_pre_hooks:
             return None
         make: Any = self.family
-        weight, bias = (None if x is None else x.detach() for x in (self.weight, self.bias))
-        found: Affine | None = make(weight=weight, bias=bias, **self.given).affine(d_k)
+        weight, bias = (None if x is None else x.detach() for x in given)
+        found: Recipe | None = make(weight=weight, bias=bias, **self.given).recipe(d_k)
         return found
 
     def extra_repr(self) -> str:
