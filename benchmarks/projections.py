@@ -1,8 +1,7 @@
 """What does it bring that the core makes a map's projection itself, a block of rows at a time?
 
 The other road makes an array of features, or of exponents, in NumPy first, and the core reads that.
-Both sides are the same public call. Maps whose projection the core can't make show what part of a
-call theirs takes.
+Both sides are the same public call.
 """
 
 from __future__ import annotations
@@ -32,6 +31,8 @@ INSIDE: dict[str, Any] = {
     "dpfp(nu=3)": feature_maps.dpfp(3),
     "hedgehog, halves": feature_maps.hedgehog(WEIGHT, normalise="halves"),
     "polynomial_sketch": feature_maps.polynomial_sketch(),
+    "polynomial_sketch(32), squared": feature_maps.polynomial_sketch(32, squared=True),
+    "cosformer": feature_maps.cosformer(8192),
 }
 
 
@@ -64,6 +65,7 @@ def calls(report: Report, o: Options) -> None:
         report.heading(f"{heads} head{'s' * (heads > 1)} x {n:,}, float32, d = {D}")
         q, k, v = qkv(heads, n, D)
         for name, found in INSIDE.items():
+            found = found.at(range(n)) if found.positional else found
             for causal in (False, True):
                 call = functools.partial(
                     linear_attention, q, k, v, found, causal=causal, order="linear"
@@ -75,30 +77,13 @@ def calls(report: Report, o: Options) -> None:
 
 def steps(report: Report, o: Options) -> None:
     report.heading(f"one step of decoding, 8 heads, d = {D}")
-    q, k, v = qkv(8, 1, D)
+    n = 1
+    q, k, v = qkv(8, n, D)
     for name, found in INSIDE.items():
         state = State.zeros(8, found.width(D), D, found)
+        state = state.at([n]) if found.positional else state
         compare(report, o, f"{name}, step", functools.partial(state.step, q, k, v), map=name)
 
 
-def others(report: Report, o: Options) -> None:
-    heads, n = 1, 64 if o.quick else 8192
-    report.heading(f"maps whose features are arrays, {heads} head x {n:,}: part of a call")
-    q, k, v = qkv(heads, n, D)
-    for name, found in {**BEFORE, "cosformer": feature_maps.cosformer(n).at(range(n))}.items():
-        times = race(
-            {
-                "call": functools.partial(linear_attention, q, k, v, found, order="linear"),
-                "project": lambda found=found: (found.project(q), found.project(k)),
-            },
-            o,
-        )
-        whole, part = median(times["call"]), median(times["project"])
-        report.row(
-            f"{name}: projections / call", ratios(times["project"], times["call"]), "", None,
-            f"call {written(whole)}, projections {written(part)}", map=name, n=n, heads=heads,
-        )  # fmt: skip
-
-
 if __name__ == "__main__":
-    run("projections", __doc__, calls, steps, others)
+    run("projections", __doc__, calls, steps)

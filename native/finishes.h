@@ -8,7 +8,10 @@ namespace linattn {
 namespace LINATTN_ISA_NS {
 
 // Features that are products may be 0 where no factor is.
-static inline bool makes_products(Finish finish) { return finish == Finish::neighbours || finish == Finish::spectra; }
+static inline bool makes_products(Finish finish) {
+  return finish == Finish::neighbours || finish == Finish::spectra || finish == Finish::squares;
+}
+static inline bool has_spectra(Finish finish) { return finish == Finish::spectra || finish == Finish::squares; }
 
 // Vectors may run over the end of a row by less than one: behind D there is room for it (see Widths), and all of it is
 // made 0 afterwards.
@@ -67,6 +70,20 @@ static void multiply_neighbours(T* z, int64_t count, int64_t times, T* r) {
     const T* back = r + ring - j % ring;
     T* y = z + (j - 1) * ring;
     for (int64_t i = 0; i < ring; i += kLanes<T>) store(y + i, load(r + i) * load(back + i));
+  }
+}
+
+// z: (count) -> y: (count (count + 1) / 2), the products z_i z_j for i <= j, row after row; those of i < j stand for two,
+// times sqrt(2). factors: room for count + lanes.
+template <class T>
+static void multiply_pairs(T* z, int64_t count, T* factors) {
+  const T root = static_cast<T>(1.41421356237309504880);
+  __builtin_memcpy(factors, z, static_cast<size_t>(count) * sizeof(T));
+  T* y = z;
+  for (int64_t i = 0; i < count; y += count - i, ++i) {
+    const Vec<T> factor = splat(factors[i] * root);
+    for (int64_t j = i; j < count; j += kLanes<T>) store(y + (j - i), load(factors + j) * factor);
+    *y = factors[i] * factors[i];
   }
 }
 

@@ -47,6 +47,7 @@ enum class Finish : uint8_t {
   waves,       // y = amount * (sin(z), cos(z))
   neighbours,  // y = r_i r_(i - j) for j = 1 ... times, around the ends, where r = (max(z, 0), max(-z, 0))
   spectra,     // y = the product of the `times` spectra that z is made of (see finishes.h)
+  squares,     // y = the products of any two numbers of that product
   turned,      // y = (z cos(a), z sin(a)) with an angle a for each row of q and k
 };
 

@@ -1,6 +1,7 @@
 // Scratch memory, padded widths, and the state in the form that queries read.
 #pragma once
 
+#include "finishes.h"
 #include "kernels.h"
 #include "products.h"
 #include "simd.h"
@@ -58,7 +59,9 @@ struct Widths {
     if (!layer.projection) return;
     const Projection& p = *layer.projection;
     x_row = round_up<T>(x) + kLanes<T>;
-    if (p.finish == Finish::spectra && p.times > 1) factor_row = d_row;
+    const int64_t spectrum = p.columns / p.times;
+    if (has_spectra(p.finish) && p.times > 1) factor_row = round_up<T>(spectrum) + kLanes<T>;
+    if (p.finish == Finish::squares) once = spectrum + kLanes<T>;
     if (p.finish == Finish::neighbours) once = 4 * p.columns + kLanes<T>;
   }
   int64_t room(int64_t rows) const { return rows * (x_row + factor_row) + once; }

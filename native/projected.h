@@ -15,10 +15,10 @@ inline Finish finish_of(const std::string& name) {
   const std::pair<const char*, Finish> known[] = {{"none", Finish::none},       {"lifted", Finish::lifted},
                                                   {"softmax", Finish::softmax}, {"halves", Finish::halves},
                                                   {"waves", Finish::waves},     {"neighbours", Finish::neighbours},
-                                                  {"spectra", Finish::spectra}, {"turned", Finish::turned}};
+                                                  {"spectra", Finish::spectra},   {"squares", Finish::squares}, {"turned", Finish::turned}};
   for (const auto& [label, finish] : known)
     if (name == label) return finish;
-  throw nb::value_error("finish: expected none, lifted, softmax, halves, waves, neighbours, spectra or turned");
+  throw nb::value_error("finish: expected none, lifted, softmax, halves, waves, neighbours, spectra, squares or turned");
 }
 
 class Projected {
@@ -41,7 +41,7 @@ class Projected {
       if (!bias.is_none() || steps.inputs < 1)
         throw nb::type_error("weight: expected one where there is a bias, and inputs >= 1 without it");
       steps.columns = steps.inputs;
-      count_features(steps);
+      count_features(steps, true);
       projections_.push_back(steps);
       return;
     }
@@ -50,7 +50,7 @@ class Projected {
     const int64_t heads = w.nd == 3 ? w.dims[0] : 1, inputs = w.dim(2), columns = w.dim(1);
     steps.inputs = inputs;
     steps.columns = columns;
-    count_features(steps);
+    count_features(steps, false);
     if (!bias.is_none() &&
         (!numbers(b, bias) || b.nd != w.nd - 1 || b.dim(1) != columns || (b.nd == 2 && b.dims[0] != heads)))
       throw nb::type_error(
@@ -113,16 +113,18 @@ class Projected {
   static constexpr size_t kLine = 64;
 
   // Columns of z and features of y.
-  static void count_features(Projection& p) {
+  static void count_features(Projection& p, bool weightless) {
     const int64_t both = p.mirrored ? 2 * p.columns : p.columns;
-    const bool wanted = p.finish != Finish::halves || p.mirrored;
-    if (!wanted || p.times < 1 || (p.mirrored && p.finish == Finish::spectra) ||
-        (p.finish == Finish::spectra && p.columns % p.times != 0))
+    const bool spectra = p.finish == Finish::spectra || p.finish == Finish::squares;
+    if (p.times < 1 || (p.finish == Finish::halves && !p.mirrored) ||
+        (spectra && (p.mirrored || p.square != 0 || p.shift != 0 || weightless || p.columns % p.times != 0)))
       throw nb::value_error("projection: expected steps that fit one another");
     const bool doubled = p.finish == Finish::waves || p.finish == Finish::turned;
+    const int64_t spectrum = p.columns / p.times;
     p.features = doubled                          ? 2 * both
                  : p.finish == Finish::neighbours ? 2 * both * p.times
-                 : p.finish == Finish::spectra    ? p.columns / p.times
+                 : p.finish == Finish::spectra    ? spectrum
+ : p.finish == Finish::squares ? spectrum * (spectrum + 1) / 2
                                                   : both;
   }
 

@@ -12,7 +12,7 @@ namespace LINATTN_ISA_NS {
 
 template <class T>
 struct Weights {
-  const T *weight, *bias;  // (inputs, row) and (row), zeros behind the last column
+  const T *weight, *bias;  // (inputs, row) and (row), zeros behind the last column; both or none
   const T* angles;         // (angles, 2)
 };
 
@@ -96,7 +96,7 @@ static void mirror_and_lower(const Projection& p, T down, T* row) {
   for (int64_t c = whole; c < half; ++c) row[c] -= down;
 }
 
-// The last step of one row, but for spectra, which wait for their factors. at: which row of q or k it is.
+// The last step of one row, but for products of spectra. at: which row of q or k it is.
 template <class T>
 static void finish_row(const Projection& p, int64_t at, T* row, T* once) {
   const int64_t count = p.mirrored ? 2 * p.columns : p.columns;
@@ -104,6 +104,7 @@ static void finish_row(const Projection& p, int64_t at, T* row, T* once) {
   switch (p.finish) {
     case Finish::none:
     case Finish::spectra:
+    case Finish::squares:
       return;
     case Finish::lifted:
       return lift(row, count, amount);
@@ -123,37 +124,45 @@ static void finish_row(const Projection& p, int64_t at, T* row, T* once) {
   }
 }
 
-// x: (rows, inputs), the first of which is row `at` of q or k -> block: (rows, padded D). factors: (rows,
-// w.factor_row), once: (w.once), room.
+// Rows whose features are products of spectra: the first one is made in the block, the others in `factors`: (rows,
+// w.factor_row), and multiplied onto it.
 template <class T>
-static void project_rows(const Layer& layer, const Projection& p, Rows<T> x, int64_t at, int64_t rows, T* block,
-                         T* factors, T* once) {
+static void project_spectra(const Layer& layer, const Projection& p, Rows<T> x, int64_t rows, T* block, T* factors,
+                            T* once) {
   const Widths<T> w(layer);
   const T* bias = weights_of<T>(p).bias;
-  const bool products = p.finish == Finish::spectra;
-  const int64_t columns = products ? w.d : p.columns;
-  if (weights_of<T>(p).weight) {
-    multiply_rows(p, x, rows, 0, columns, block, w.d_row);
-  } else {
-    for (int64_t r = 0; r < rows; ++r)
-      __builtin_memcpy(block + r * w.d_row, x.data + r * x.row, static_cast<size_t>(columns) * sizeof(T));
+  const int64_t m = p.columns / p.times;
+  for (int64_t i = 0; i < p.times; ++i) {
+    T* to = i == 0 ? block : factors;
+    const int64_t to_row = i == 0 ? w.d_row : w.factor_row;
+    multiply_rows(p, x, rows, i * m, m, to, to_row);
+    for (int64_t r = 0; r < rows; ++r) {
+      add_bias(bias + i * m, m, to + r * to_row);
+      if (i > 0) multiply_spectra(block + r * w.d_row, factors + r * w.factor_row, m);
+    }
   }
+  for (int64_t r = 0; r < rows && p.finish == Finish::squares; ++r) multiply_pairs(block + r * w.d_row, m, once);
+}
+
+// Rows of all other projections. at: which row of q or k the first one is; once: (w.once), room.
+template <class T>
+static void project_each(const Layer& layer, const Projection& p, Rows<T> x, int64_t at, int64_t rows, T* block,
+                         T* once) {
+  const Widths<T> w(layer);
+  const T* bias = weights_of<T>(p).bias;
+  if (bias) multiply_rows(p, x, rows, 0, p.columns, block, w.d_row);
   const T square = static_cast<T>(p.square), shift = static_cast<T>(p.shift);
   for (int64_t r = 0; r < rows; ++r) {
+    const T* from = x.data + r * x.row;
     T* row = block + r * w.d_row;
+    if (bias)
+      add_bias(bias, p.columns, row);
+    else
+      __builtin_memcpy(row, from, static_cast<size_t>(p.columns) * sizeof(T));
     T down = shift;
-    if (square != 0) down += square * square_of(x.data + r * x.row, p.inputs);
-    if (bias) add_bias(bias, columns, row);
-    if (!products) mirror_and_lower(p, down, row);
+    if (square != 0) down += square * square_of(from, p.inputs);
+    mirror_and_lower(p, down, row);
     finish_row(p, at + r, row, once);
-    for (int64_t c = w.d; c < w.d_pad; ++c) row[c] = 0;
-  }
-  for (int64_t i = 1; products && i < p.times; ++i) {
-    multiply_rows(p, x, rows, i * w.d, w.d, factors, w.factor_row);
-    for (int64_t r = 0; r < rows; ++r) {
-      add_bias(bias + i * w.d, w.d, factors + r * w.factor_row);
-      multiply_spectra(block + r * w.d_row, factors + r * w.factor_row, w.d);
-    }
   }
 }
 
@@ -170,7 +179,13 @@ static Rows<T> rows_before_map(const Layer& layer, const Projection* projection,
     x = {room, w.x_row};
   }
   T* factors = room + rows * w.x_row;
-  project_rows(layer, *projection, x, view.first + begin, rows, block, factors, factors + rows * w.factor_row);
+  T* once = factors + rows * w.factor_row;
+  if (has_spectra(projection->finish))
+    project_spectra(layer, *projection, x, rows, block, factors, once);
+  else
+    project_each(layer, *projection, x, view.first + begin, rows, block, once);
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = w.d; c < w.d_pad; ++c) block[r * w.d_row + c] = 0;
   return {block, w.d_row};
 }
 

@@ -175,6 +175,14 @@ MUTANTS = [
         PROJECTED,
     ),
     Mutant(
+        "pairs of features that stand for two count once",
+        "law 1",
+        "native/finishes.h",
+        "splat(factors[i] * root)",
+        "splat(factors[i])",
+        PROJECTED,
+    ),
+    Mutant(
         "the positions of a packed sequence begin anew",
         "law 9",
         "native/units.h",

@@ -25,6 +25,7 @@ MAPS = {
     "dpfp around the ends": feature_maps.dpfp(15),
     "sketch": feature_maps.polynomial_sketch(18, degree=4, offset=0.5, scale=0.3),
     "sketch of odd width": feature_maps.polynomial_sketch(15, degree=2),
+    "squared sketch": feature_maps.polynomial_sketch(9, degree=4, squared=True),
     "queries of their own": feature_maps.t2r(W, B, query_weight=B[:, None] + W, query_bias=-B),
     "cosformer": feature_maps.cosformer(200).at(range(97)),
 }
@@ -285,6 +286,8 @@ def test_positions_that_the_core_does_not_take(positions):
         ({"times": 0}, "steps that fit"),
         ({"finish": "spectra", "times": 2, "weight": np.zeros((3, 5))}, "steps that fit"),
         ({"finish": "spectra", "weight": np.zeros((3, 4)), "mirrored": True}, "steps that fit"),
+        ({"finish": "spectra"}, "steps that fit"),
+        ({"finish": "squares", "weight": np.zeros((3, 4)), "shift": 1.0}, "steps that fit"),
         ({"finish": "halves"}, "steps that fit"),
         ({"bias": np.zeros(3)}, "expected one where there is a bias"),
         ({"inputs": 0}, "inputs >= 1"),

@@ -58,9 +58,10 @@ struct OwnProjection {
     p.finish = finish;
     p.times = 1;
     p.unit = finish == Finish::waves;
-    const bool products = finish == Finish::spectra;
+    const bool products = finish == Finish::spectra || finish == Finish::squares;
     if (finish == Finish::neighbours) p.times = 1 + turn % 3;
-    if (products) p.times = inputs <= 8 ? 1 + turn % 3 : 2;  // so that they are exact in float
+    if (products) p.times = inputs > 8 ? 2 : 1 + turn % 3;  // so that they are exact in float
+    if (finish == Finish::squares) p.times = inputs > 8 ? 1 : 1 + turn % 2;
     p.mirrored = finish == Finish::halves || (finish == Finish::none && turn % 2 == 1);
     p.square = (finish == Finish::none || finish == Finish::lifted) && turn % 3 != 0 ? 0.5 : 0;
     p.shift = products ? 0 : 0.25;
@@ -70,6 +71,7 @@ struct OwnProjection {
     const int64_t both = p.mirrored ? 2 * p.columns : p.columns;
     p.features = finish == Finish::waves || finish == Finish::turned ? 2 * both
                  : finish == Finish::neighbours                      ? 2 * both * p.times
+                 : finish == Finish::squares                         ? columns * (columns + 1) / 2
                  : products                                          ? columns
                                                                      : both;
     if (finish == Finish::turned) {
@@ -114,7 +116,7 @@ struct OwnProjection {
 
   std::vector<long double> finished(const std::vector<long double>& z, int64_t r) const {
     const Projection& p = projection;
-    const size_t count = z.size(), D = static_cast<size_t>(p.features);
+    const size_t count = z.size(), D = static_cast<size_t>(p.columns / p.times);  // of a spectrum
     std::vector<long double> y = z;
     switch (p.finish) {
       case Finish::none:
@@ -143,7 +145,8 @@ struct OwnProjection {
           for (size_t i = 0; i < ring; ++i) y.push_back(both[i] * both[(i + ring * j - j) % ring]);
         break;
       }
-      case Finish::spectra: {
+      case Finish::spectra:
+      case Finish::squares: {
         // Each a spectrum of D real numbers: real parts of the frequencies 0 ... D/2, then imaginary ones.
         std::vector<std::complex<long double>> product(D / 2 + 1, 1);
         for (size_t g = 0; g < static_cast<size_t>(p.times); ++g)
@@ -154,6 +157,11 @@ struct OwnProjection {
         y.clear();
         for (auto each : product) y.push_back(each.real());
         for (size_t f = 1; 2 * f < D; ++f) y.push_back(product[f].imag());
+        if (p.finish == Finish::spectra) break;
+        const std::vector<long double> single = y;
+        y.clear();
+        for (size_t i = 0; i < D; ++i)
+          for (size_t j = i; j < D; ++j) y.push_back(single[i] * single[j] * (i < j ? std::sqrt(2.0L) : 1));
         break;
       }
       case Finish::turned:
@@ -220,12 +228,17 @@ bool ties_away = false;  // see main
 double beyond_tie(double x) { return std::nextafter(x, x < 0 ? -HUGE_VAL : HUGE_VAL); }
 
 // Steps whose features have roundings of their own; the others give the same bits.
-bool rounds(Finish finish) { return finish == Finish::softmax || finish == Finish::halves || finish == Finish::waves; }
+bool rounds(Finish finish) {
+  return finish == Finish::softmax || finish == Finish::halves || finish == Finish::waves || finish == Finish::squares;
+}
 
 const char* name_of(Finish finish) {
-  const char* names[] = {"none", "lifted", "softmax", "halves", "waves", "neighbours", "spectra", "turned"};
+  const char* names[] = {"none", "lifted", "softmax", "halves", "waves", "neighbours", "spectra", "squares", "turned"};
   return names[static_cast<int>(finish)];
 }
+
+// The one that such features go with.
+Map map_of(Finish finish) { return finish == Finish::softmax || finish == Finish::halves ? Map::exp : Map::identity; }
 
 void check_sizes(const Kernels& set, Finish finish, Map map, DType dtype, const Sizes& n, int turn) {
   plain::Random random(static_cast<uint64_t>(turn) * 977 + 5);
@@ -233,7 +246,7 @@ void check_sizes(const Kernels& set, Finish finish, Map map, DType dtype, const 
   OwnProjection own_q(random, finish, n.n, n.inputs, n.columns, turn);
   own_q.wide_angles = own.wide_angles;  // those of positions, which are the same
   own_q.narrow_angles = own.narrow_angles;
-  const bool products = finish == Finish::neighbours || finish == Finish::spectra;
+  const bool products = finish == Finish::neighbours || finish == Finish::spectra || finish == Finish::squares;
   const bool masked = turn % 4 == 3, far = turn % 5 == 4 && !products && !rounds(finish);
   const int64_t spread = 1 + turn % 2;
   Matrix q(dtype, n.n, n.inputs, spread), k(dtype, n.n, n.inputs, spread), v(dtype, n.n, n.d_v);
@@ -252,7 +265,7 @@ void check_sizes(const Kernels& set, Finish finish, Map map, DType dtype, const 
   Layer layer{};
   layer.dtype = dtype;
   layer.map = map;
-  layer.normalize = turn % 7 != 6 && finish != Finish::waves;  // of which too much cancels
+  layer.normalize = finish == Finish::squares || (turn % 7 != 6 && finish != Finish::waves);  // whose sums cancel
   layer.features = own.projection.features;
   layer.d_v = n.d_v;
   layer.eps = turn % 2 ? 1e-6 : 0;
@@ -306,12 +319,11 @@ int main(int argc, char** argv) {
       for (DType dtype : dtypes)
         for (const Sizes& n : sizes) check_sizes(**set, Finish::none, map, dtype, n, ++turn);
     for (Finish finish : {Finish::lifted, Finish::softmax, Finish::halves, Finish::waves, Finish::neighbours,
-                          Finish::spectra, Finish::turned})
+                          Finish::spectra, Finish::squares, Finish::turned})
       for (Map map : {Map::identity, Map::relu, Map::exp})
         for (DType dtype : dtypes)
           for (const Sizes& n : small)
-            if (!rounds(finish) || map == (finish == Finish::waves ? Map::identity : Map::exp))
-              check_sizes(**set, finish, map, dtype, n, ++turn);
+            if (!rounds(finish) || map == map_of(finish)) check_sizes(**set, finish, map, dtype, n, ++turn);
   }
   return check::report("test_projection");
 }

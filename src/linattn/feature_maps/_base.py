@@ -68,7 +68,8 @@ class Recipe:
         "none"; "lifted": max(z, 0) + amount; "softmax": z - log(sum exp(z)), and "halves": so for
         each half; "waves": amount (sin(z), cos(z)); "neighbours": the products of `dpfp` for
         nu = times; "spectra": the product of as many spectra as `times` says, see
-        `polynomial_sketch`; "turned": (z cos(a), z sin(a)) with an angle for each row
+        `polynomial_sketch`; "squares": the products of any two numbers of that; "turned":
+        (z cos(a), z sin(a)) with an angle for each row
     angles:
         (n, 2), float64 and C-contiguous: cosine and sine of each row's angle, for q and k of n rows
     core:

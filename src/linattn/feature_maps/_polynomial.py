@@ -441,9 +441,8 @@ class PolynomialSketch(Drawn, label="polynomial_sketch"):
         return _width(self.features, 2, True) if self.squared else self.features
 
     def row_operations(self, d_k: int) -> int:
-        """The product with the sketches, and passes for the square."""
-        passes = _passes(self.features, 2, True) if self.squared else 0
-        return 2 * d_k * self.count * self.features + WRITTEN * passes
+        """The product with the sketches."""
+        return 2 * d_k * self.count * self.features
 
     @property
     def count(self) -> int:
@@ -463,10 +462,10 @@ class PolynomialSketch(Drawn, label="polynomial_sketch"):
         return powers(xp, found, _last(2), True) if self.squared else found
 
     def recipe(self, d_k: int) -> Recipe | None:
-        if self.squared:
-            return None
-        scale = side(self.scale, d_k)
-        return _sketched(self.seed, self.degree, d_k, self.features, scale, self.offset)
+        return _sketched(
+            self.seed, self.count, d_k, self.features, side(self.scale, d_k), self.offset,
+            "squares" if self.squared else "spectra",
+        )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=64)
@@ -511,7 +510,9 @@ def _times(xp: Any, a: Array, b: Array) -> Array:
 
 
 @functools.lru_cache(maxsize=64)
-def _sketched(seed: int, degree: int, d: int, m: int, scale: float, offset: float) -> Recipe:
-    found = spectra(seed, degree, d + (offset > 0), m)
+def _sketched(
+    seed: int, count: int, d: int, m: int, scale: float, offset: float, finish: str
+) -> Recipe:
+    found = spectra(seed, count, d + (offset > 0), m)
     bias = found[d] * math.sqrt(offset) if offset > 0 else None
-    return Recipe(found[:d] * scale, bias, finish="spectra", times=degree)
+    return Recipe(found[:d] * scale, bias, finish=finish, times=count)
