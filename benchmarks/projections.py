@@ -24,6 +24,7 @@ INSIDE: dict[str, Any] = {
     "relu_random": feature_maps.relu_random(),
     "hedgehog": feature_maps.hedgehog(WEIGHT),
     "t2r": feature_maps.t2r(WEIGHT),
+    "t2r, queries' own": feature_maps.t2r(WEIGHT, query_weight=-WEIGHT),
     "performer_learned": feature_maps.performer_learned(WEIGHT),
     "softmax": feature_maps.softmax(),
     "rfa": feature_maps.rfa(),
@@ -41,7 +42,7 @@ def arrays_first(call: Side) -> Side:
 
     def side() -> object:
         fused = native.fused
-        native.fused = lambda found, x: found.kernel if found.project is None else None
+        native.fused = lambda found, x, sides="qk": found.kernel if found.project is None else None
         try:
             return call()
         finally:
@@ -77,12 +78,13 @@ def calls(report: Report, o: Options) -> None:
 
 def steps(report: Report, o: Options) -> None:
     report.heading(f"one step of decoding, 8 heads, d = {D}")
-    n = 1
-    q, k, v = qkv(8, n, D)
+    q, k, v = qkv(8, 1, D)
     for name, found in INSIDE.items():
         state = State.zeros(8, found.width(D), D, found)
-        state = state.at([n]) if found.positional else state
-        compare(report, o, f"{name}, step", functools.partial(state.step, q, k, v), map=name)
+        step = functools.partial(state.step, q, k, v)
+        if found.positional:  # a position of its own for each step
+            step = functools.partial(lambda state: state.at([3]).step(q, k, v), state)
+        compare(report, o, f"{name}, step", step, map=name)
 
 
 if __name__ == "__main__":

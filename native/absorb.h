@@ -129,10 +129,11 @@ class PendingSums {
   }
 
  private:
-  // Whether the sums have left the range of T: overflown (or not finite from the start), or, with maps that are
-  // positive, so small that values of phi may have vanished.
+  // Whether the sums have left the range of T: overflown (or not finite from the start), or so small that values of phi
+  // may have vanished: with maps that are positive any of them, with products all.
   bool out_of_range() const {
     if (!all_finite(kv_, w_.v_row, w_.d, w_.v_pad) || !all_finite(k_sum_, 0, 1, w_.d)) return true;
+    if (may_vanish(layer_)) return all_below(k_sum_, w_.d, T(kLeastSum));
     if (!is_positive(layer_.map)) return false;
     for (int64_t d = 0; d < w_.d; ++d)
       if (k_sum_[d] < T(kLeastSum)) return true;

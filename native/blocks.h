@@ -208,6 +208,14 @@ static bool all_finite(const T* x, int64_t row, int64_t rows, int64_t cols) {
   return true;
 }
 
+// Whether every |x| is smaller than `least`.
+template <class T>
+static bool all_below(const T* x, int64_t count, T least) {
+  for (int64_t i = 0; i < count; ++i)
+    if (!(x[i] < least && x[i] > -least)) return false;
+  return true;
+}
+
 // Rows in the working precision: a pointer and a row stride in elements.
 template <class T>
 struct Rows {

@@ -111,14 +111,14 @@ static bool causal_query_gradient_of(const Layer& given, StateRef before, const 
     rows = min_of(kChunk, end - r0);
     const bool some = heads.mask.data && read_mask(heads.mask, r0, rows, kept) < rows;
     if (layer.map == Map::exp) {
-      raw_rows(layer, heads.k, r0, rows, phi_k);
+      raw_rows(layer, heads.k, r0, rows, phi_k, nullptr, nullptr);
       rows = rows_within_headroom<T>(layer, log_scale, phi_k, some ? kept : nullptr, rows, top, [&](const T* to) {
         running.raise(to);
         prepare_scales(layer, log_scale, rows_state.scale);
       });
       exp_keys(layer, rows_state.scale, phi_k, rows);
     } else {
-      map_block(layer, heads.k, r0, rows, phi_k);
+      map_block(layer, heads.k, r0, rows, phi_k, nullptr, nullptr);
     }
     if (some) clear_masked(kept, phi_k, w.d_row, rows);
     load_values(layer, heads.v, r0, rows, some ? kept : nullptr, values);
@@ -135,7 +135,7 @@ static bool causal_query_gradient_of(const Layer& given, StateRef before, const 
     }
     for (int64_t g = 0; g < heads.groups; ++g) {
       const RowWeights<T> pairs{static_cast<T*>(heads.row_weights) + 2 * g * heads.group_stride, heads.row_stride};
-      map_queries(layer, rows_state, heads.q[g], r0, rows, phi_q, scales.power, scales.dots);
+      map_queries(layer, rows_state, heads.q[g], r0, rows, phi_q, scales.power, scales.dots, nullptr);
       row_dots(w, phi_q, totals, rows, scales.dots);
       scales.close(layer, rows);
       lost |= weigh_rows(layer, scales, phi_q, pairs, r0, rows);
@@ -191,7 +191,7 @@ static bool causal_key_gradient_of(const Layer& given, TurnedRef state, const Gr
         for (int64_t d = 0; d < w.d_pad; ++d) most[d] = T(kEmpty);
         for (int64_t g = 0; g < heads.groups; ++g) {
           const RowWeights<T> pairs{static_cast<T*>(heads.row_weights) + 2 * g * heads.group_stride, heads.row_stride};
-          raw_rows(layer, heads.q[g], r0 + r, 1, x);
+          raw_rows(layer, heads.q[g], r0 + r, 1, x, nullptr, nullptr);
           weighted_exponents(layer, x, pairs, r0 + r, 1, top);
           for (int64_t d = 0; d < w.d_pad; ++d) most[d] = top[d] > most[d] ? top[d] : most[d];
         }
@@ -205,10 +205,10 @@ static bool causal_key_gradient_of(const Layer& given, TurnedRef state, const Gr
     const bool some = heads.mask.data && read_mask(heads.mask, r0, rows, kept) < rows;
     const auto taken = [&](int64_t r) { return !some || kept[r]; };
     if (exponential) {
-      raw_rows(layer, heads.k, r0, rows, phi_k);
+      raw_rows(layer, heads.k, r0, rows, phi_k, nullptr, nullptr);
       exp_rows<T>(layer, scale, T(1), nullptr, 0, phi_k, rows);
     } else {
-      map_block(layer, heads.k, r0, rows, phi_k);
+      map_block(layer, heads.k, r0, rows, phi_k, nullptr, nullptr);
     }
     if (some) clear_masked(kept, phi_k, w.d_row, rows);
     load_values(layer, heads.v, r0, rows, some ? kept : nullptr, values);
@@ -224,10 +224,10 @@ static bool causal_key_gradient_of(const Layer& given, TurnedRef state, const Gr
     for (int64_t g = 0; g < heads.groups; ++g) {
       const RowWeights<T> pairs{static_cast<T*>(heads.row_weights) + 2 * g * heads.group_stride, heads.row_stride};
       if (exponential) {
-        raw_rows(layer, heads.q[g], r0, rows, phi_q);
+        raw_rows(layer, heads.q[g], r0, rows, phi_q, nullptr, nullptr);
         exp_rows(layer, scale, T(-1), &pairs, r0, phi_q, rows);
       } else {
-        map_block(layer, heads.q[g], r0, rows, phi_q);
+        map_block(layer, heads.q[g], r0, rows, phi_q, nullptr, nullptr);
       }
       for (int64_t r = 0; r < rows; ++r)
         if (pairs.weight(r0 + r) == 0) clear_row(phi_q + r * w.d_row, w.d_pad);  // NaN times 0 is not 0

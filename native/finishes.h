@@ -7,14 +7,8 @@
 namespace linattn {
 namespace LINATTN_ISA_NS {
 
-// Features that are products may be 0 where no factor is.
-static inline bool makes_products(Finish finish) {
-  return finish == Finish::neighbours || finish == Finish::spectra || finish == Finish::squares;
-}
-static inline bool has_spectra(Finish finish) { return finish == Finish::spectra || finish == Finish::squares; }
-
-// Vectors may run over the end of a row by less than one: behind D there is room for it (see Widths), and all of it is
-// made 0 afterwards.
+// Vectors may run over the end of a row by less than one: behind D there is room for it (see Widths), and what products
+// read of that, up to a whole vector, is made 0 afterwards.
 
 // z: (count) -> max(z, 0) + amount
 template <class T>
@@ -73,8 +67,8 @@ static void multiply_neighbours(T* z, int64_t count, int64_t times, T* r) {
   }
 }
 
-// z: (count) -> y: (count (count + 1) / 2), the products z_i z_j for i <= j, row after row; those of i < j stand for two,
-// times sqrt(2). factors: room for count + lanes.
+// z: (count) -> y: (count (count + 1) / 2), the products z_i z_j for i <= j, row after row; those of i < j stand for
+// two, times sqrt(2). factors: room for count + lanes.
 template <class T>
 static void multiply_pairs(T* z, int64_t count, T* factors) {
   const T root = static_cast<T>(1.41421356237309504880);

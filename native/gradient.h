@@ -242,7 +242,7 @@ static void add_queries(const Layer& layer, TurnedRef into, TurnedSums<T>& sums,
   const Widths<T> w(layer);
   T* right = phi_q;
   if (layer.map == Map::exp) {
-    raw_rows(layer, q, begin, rows, x);
+    raw_rows(layer, q, begin, rows, x, nullptr, nullptr);
     weighted_exponents(layer, x, weights, first, rows, top);
     if (passes_scales(layer, into.log_scale, top)) sums.raise(top);
     prepare_scales(layer, into.log_scale, top);
@@ -275,7 +275,7 @@ static bool query_gradient_of(const Layer& given, const void* prepared, const Gr
   bool lost = false;
   for (int64_t r0 = begin; r0 < end; r0 += most) {
     const int64_t rows = min_of(most, end - r0);
-    map_queries(layer, ready.rows, q, r0, rows, phi, scales.power, scales.dots);
+    map_queries(layer, ready.rows, q, r0, rows, phi, scales.power, scales.dots, nullptr);
     scales.close(layer, rows);
     lost |= weigh_rows(layer, scales, phi, weights, 0, rows);
     load_gradients(layer, heads.grad_out[group], heads.out[group], r0, rows, weights, 0, left, row);
@@ -314,10 +314,10 @@ static bool key_gradient_of(const Layer& given, const void* prepared, const Grad
     const bool some = heads.mask.data && read_mask(heads.mask, r0, rows, kept) < rows;
     const auto taken = [&](int64_t r) { return !some || kept[r]; };
     if (layer.map == Map::exp) {
-      raw_rows(layer, heads.k, r0, rows, phi);
+      raw_rows(layer, heads.k, r0, rows, phi, nullptr, nullptr);
       exp_rows<T>(layer, ready.rows.scale, T(1), nullptr, 0, phi, rows);
     } else {
-      map_block(layer, heads.k, r0, rows, phi);
+      map_block(layer, heads.k, r0, rows, phi, nullptr, nullptr);
     }
     if (some) clear_masked(kept, phi, w.d_row, rows);
     load_values(layer, heads.v, r0, rows, some ? kept : nullptr, left);

@@ -51,6 +51,11 @@ enum class Finish : uint8_t {
   turned,      // y = (z cos(a), z sin(a)) with an angle a for each row of q and k
 };
 
+static inline bool has_spectra(Finish finish) { return finish == Finish::spectra || finish == Finish::squares; }
+
+// Features that are products may be 0 where no factor is.
+static inline bool makes_products(Finish finish) { return finish == Finish::neighbours || has_spectra(finish); }
+
 // The steps before the map: z = +-(x W + b) - square |x|^2 - shift, y = finish(z) and phi(x) = map(y). W: (inputs,
 // columns).
 struct Projection {
@@ -72,6 +77,11 @@ struct Projection {
   const double* angles_double;
 };
 
+// Numbers of z in a row, and those of one of several spectra. (Static, as must be whatever several instruction sets
+// compile.)
+static inline int64_t z_columns(const Projection& p) { return p.mirrored ? 2 * p.columns : p.columns; }
+static inline int64_t spectrum_columns(const Projection& p) { return p.columns / p.times; }
+
 // What all rows of one call share.
 struct Layer {
   DType dtype;
@@ -84,7 +94,7 @@ struct Layer {
   // writes those rows only that hold something not finite.
   bool repair = false;
   // nullptr: q and k go to the map as they are. The quadratic order and gradients take no other. Of two that differ in
-  // their weights alone, keys take the first.
+  // their weights alone keys take the first.
   const Projection *projection = nullptr, *query_projection = nullptr;
   // To the next head's: 0 where all heads share one.
   int64_t projection_step = 0, query_projection_step = 0;

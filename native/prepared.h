@@ -1,7 +1,6 @@
 // Scratch memory, padded widths, and the state in the form that queries read.
 #pragma once
 
-#include "finishes.h"
 #include "kernels.h"
 #include "products.h"
 #include "simd.h"
@@ -46,8 +45,9 @@ struct Widths {
   // of two would put the rows of a column into a few sets of the cache.
   int64_t d_row, v_row;
   int64_t x;  // features of q and k before the map
-  // Room that a projection takes beside its block: for rows of x, for factors of rows, and once (see finishes.h).
-  int64_t x_row = 0, factor_row = 0, once = 0;
+  // Room that a projection takes beside its block: for each row of x, for the factors of each row, and for the factors
+  // of the one row that is being finished (see finishes.h).
+  int64_t x_row = 0, factor_row = 0, finish_room = 0;
   explicit Widths(const Layer& layer)
       : d(layer.features),
         d_pad(round_up<T>(layer.features)),
@@ -59,12 +59,11 @@ struct Widths {
     if (!layer.projection) return;
     const Projection& p = *layer.projection;
     x_row = round_up<T>(x) + kLanes<T>;
-    const int64_t spectrum = p.columns / p.times;
-    if (has_spectra(p.finish) && p.times > 1) factor_row = round_up<T>(spectrum) + kLanes<T>;
-    if (p.finish == Finish::squares) once = spectrum + kLanes<T>;
-    if (p.finish == Finish::neighbours) once = 4 * p.columns + kLanes<T>;
+    if (has_spectra(p.finish) && p.times > 1) factor_row = round_up<T>(spectrum_columns(p)) + kLanes<T>;
+    if (p.finish == Finish::squares) finish_room = spectrum_columns(p) + kLanes<T>;
+    if (p.finish == Finish::neighbours) finish_room = 4 * z_columns(p) + kLanes<T>;
   }
-  int64_t room(int64_t rows) const { return rows * (x_row + factor_row) + once; }
+  int64_t room(int64_t rows) const { return rows * (x_row + factor_row) + finish_room; }
 };
 
 // The state as queries read it: kv: (D, padded d_v), k_sum: (padded D), scale: (padded D) for exponential maps.

@@ -12,13 +12,14 @@ namespace linattn {
 
 // The name that linattn.feature_maps.Recipe has for it.
 inline Finish finish_of(const std::string& name) {
-  const std::pair<const char*, Finish> known[] = {{"none", Finish::none},       {"lifted", Finish::lifted},
-                                                  {"softmax", Finish::softmax}, {"halves", Finish::halves},
-                                                  {"waves", Finish::waves},     {"neighbours", Finish::neighbours},
-                                                  {"spectra", Finish::spectra},   {"squares", Finish::squares}, {"turned", Finish::turned}};
+  const std::pair<const char*, Finish> known[] = {
+      {"none", Finish::none},       {"lifted", Finish::lifted},   {"softmax", Finish::softmax},
+      {"halves", Finish::halves},   {"waves", Finish::waves},     {"neighbours", Finish::neighbours},
+      {"spectra", Finish::spectra}, {"squares", Finish::squares}, {"turned", Finish::turned}};
   for (const auto& [label, finish] : known)
     if (name == label) return finish;
-  throw nb::value_error("finish: expected none, lifted, softmax, halves, waves, neighbours, spectra, squares or turned");
+  throw nb::value_error(
+      "finish: expected none, lifted, softmax, halves, waves, neighbours, spectra, squares or turned");
 }
 
 class Projected {
@@ -48,7 +49,7 @@ class Projected {
     if (!numbers(w, weight) || (w.nd != 2 && w.nd != 3) || w.dims[0] < 1 || w.dim(2) < 1 || w.dim(1) < 1)
       throw nb::type_error("weight: expected a contiguous float64 array (inputs, columns) or (heads, inputs, columns)");
     const int64_t heads = w.nd == 3 ? w.dims[0] : 1, inputs = w.dim(2), columns = w.dim(1);
-    steps.inputs = inputs;
+    if (steps.inputs != inputs) throw nb::type_error("weight: expected as many rows as there are inputs");
     steps.columns = columns;
     count_features(steps, false);
     if (!bias.is_none() &&
@@ -88,8 +89,10 @@ class Projected {
   // Whether this may be for queries where the other one is for keys.
   bool goes_with(const Projected& keys) const {
     const Projection &a = *first(), &b = *keys.first();
-    return a.inputs == b.inputs && a.columns == b.columns && a.mirrored == b.mirrored && a.finish == b.finish &&
-           a.times == b.times && a.angles == b.angles;
+    return this == &keys ||
+           (a.inputs == b.inputs && a.columns == b.columns && a.features == b.features && a.mirrored == b.mirrored &&
+            a.unit == b.unit && a.finish == b.finish && a.times == b.times && a.square == b.square &&
+            a.shift == b.shift && a.amount == b.amount && !a.angles && !b.angles);
   }
   int64_t heads() const { return static_cast<int64_t>(projections_.size()); }
 
@@ -111,21 +114,19 @@ class Projected {
   static constexpr const char* kName = "linattn.projection";
   static constexpr int64_t kWidestVector = 16;  // of all instruction sets
   static constexpr size_t kLine = 64;
+  static constexpr int64_t kMost = int64_t(1) << 30;  // columns, and times: no number of features overflows
 
   // Columns of z and features of y.
   static void count_features(Projection& p, bool weightless) {
-    const int64_t both = p.mirrored ? 2 * p.columns : p.columns;
-    const bool spectra = p.finish == Finish::spectra || p.finish == Finish::squares;
-    if (p.times < 1 || (p.finish == Finish::halves && !p.mirrored) ||
-        (spectra && (p.mirrored || p.square != 0 || p.shift != 0 || weightless || p.columns % p.times != 0)))
+    if (p.times < 1 || p.times > kMost || p.columns > kMost || (p.finish == Finish::halves && !p.mirrored) ||
+        (has_spectra(p.finish) &&
+         (p.mirrored || p.square != 0 || p.shift != 0 || weightless || p.columns % p.times != 0)))
       throw nb::value_error("projection: expected steps that fit one another");
-    const bool doubled = p.finish == Finish::waves || p.finish == Finish::turned;
-    const int64_t spectrum = p.columns / p.times;
-    p.features = doubled                          ? 2 * both
-                 : p.finish == Finish::neighbours ? 2 * both * p.times
-                 : p.finish == Finish::spectra    ? spectrum
- : p.finish == Finish::squares ? spectrum * (spectrum + 1) / 2
-                                                  : both;
+    p.features = z_columns(p);
+    if (p.finish == Finish::waves || p.finish == Finish::turned) p.features *= 2;
+    if (p.finish == Finish::neighbours) p.features *= 2 * p.times;
+    if (p.finish == Finish::spectra) p.features = spectrum_columns(p);
+    if (p.finish == Finish::squares) p.features = spectrum_columns(p) * (spectrum_columns(p) + 1) / 2;
   }
 
   static bool numbers(Array& a, nb::handle from) {

@@ -98,8 +98,8 @@ static void mirror_and_lower(const Projection& p, T down, T* row) {
 
 // The last step of one row, but for products of spectra. at: which row of q or k it is.
 template <class T>
-static void finish_row(const Projection& p, int64_t at, T* row, T* once) {
-  const int64_t count = p.mirrored ? 2 * p.columns : p.columns;
+static void finish_row(const Projection& p, int64_t at, T* row, T* factors) {
+  const int64_t count = z_columns(p);
   const T amount = static_cast<T>(p.amount);
   switch (p.finish) {
     case Finish::none:
@@ -116,7 +116,7 @@ static void finish_row(const Projection& p, int64_t at, T* row, T* once) {
     case Finish::waves:
       return make_waves(row, count, amount);
     case Finish::neighbours:
-      return multiply_neighbours(row, count, p.times, once);
+      return multiply_neighbours(row, count, p.times, factors);
     case Finish::turned: {
       const T* angle = weights_of<T>(p).angles + 2 * at;
       return turn(row, count, angle[0], angle[1]);
@@ -125,13 +125,13 @@ static void finish_row(const Projection& p, int64_t at, T* row, T* once) {
 }
 
 // Rows whose features are products of spectra: the first one is made in the block, the others in `factors`: (rows,
-// w.factor_row), and multiplied onto it.
+// w.factor_row), and multiplied onto it. finish_room: for the factors of one row.
 template <class T>
 static void project_spectra(const Layer& layer, const Projection& p, Rows<T> x, int64_t rows, T* block, T* factors,
-                            T* once) {
+                            T* finish_room) {
   const Widths<T> w(layer);
   const T* bias = weights_of<T>(p).bias;
-  const int64_t m = p.columns / p.times;
+  const int64_t m = spectrum_columns(p);
   for (int64_t i = 0; i < p.times; ++i) {
     T* to = i == 0 ? block : factors;
     const int64_t to_row = i == 0 ? w.d_row : w.factor_row;
@@ -141,13 +141,13 @@ static void project_spectra(const Layer& layer, const Projection& p, Rows<T> x, 
       if (i > 0) multiply_spectra(block + r * w.d_row, factors + r * w.factor_row, m);
     }
   }
-  for (int64_t r = 0; r < rows && p.finish == Finish::squares; ++r) multiply_pairs(block + r * w.d_row, m, once);
+  for (int64_t r = 0; r < rows && p.finish == Finish::squares; ++r) multiply_pairs(block + r * w.d_row, m, finish_room);
 }
 
-// Rows of all other projections. at: which row of q or k the first one is; once: (w.once), room.
+// Rows of all other projections. at: which row of q or k the first one is; factors: room for those of one row.
 template <class T>
 static void project_each(const Layer& layer, const Projection& p, Rows<T> x, int64_t at, int64_t rows, T* block,
-                         T* once) {
+                         T* factors) {
   const Widths<T> w(layer);
   const T* bias = weights_of<T>(p).bias;
   if (bias) multiply_rows(p, x, rows, 0, p.columns, block, w.d_row);
@@ -162,9 +162,17 @@ static void project_each(const Layer& layer, const Projection& p, Rows<T> x, int
     T down = shift;
     if (square != 0) down += square * square_of(from, p.inputs);
     mirror_and_lower(p, down, row);
-    finish_row(p, at + r, row, once);
+    finish_row(p, at + r, row, factors);
   }
 }
+
+// A type that is not deduced, so that nullptr will do where there is no projection.
+template <class T>
+struct RoomOf {
+  using type = T*;
+};
+template <class T>
+using Room = typename RoomOf<T>::type;
 
 // The rows that the elementwise map takes: those of the view, or what the projection makes of them in `block`. room:
 // w.room(rows) numbers, for rows that can't be projected where they lie and for what their features are made of.
@@ -179,11 +187,11 @@ static Rows<T> rows_before_map(const Layer& layer, const Projection* projection,
     x = {room, w.x_row};
   }
   T* factors = room + rows * w.x_row;
-  T* once = factors + rows * w.factor_row;
+  T* finish_room = factors + rows * w.factor_row;
   if (has_spectra(projection->finish))
-    project_spectra(layer, *projection, x, rows, block, factors, once);
+    project_spectra(layer, *projection, x, rows, block, factors, finish_room);
   else
-    project_each(layer, *projection, x, view.first + begin, rows, block, once);
+    project_each(layer, *projection, x, view.first + begin, rows, block, finish_room);
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t c = w.d; c < w.d_pad; ++c) block[r * w.d_row + c] = 0;
   return {block, w.d_row};

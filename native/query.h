@@ -88,7 +88,7 @@ constexpr double kLeastTotal = 1.0 / (1ull << 63);
 template <class T>
 static bool zero_is_exact(const Layer& layer, const T* phi_q, int64_t d) {
   if (layer.map != Map::relu && layer.map != Map::identity) return false;
-  if (layer.projection && makes_products(layer.projection->finish)) return false;
+  if (may_vanish(layer)) return false;
   for (int64_t c = 0; c < d; ++c)
     if (phi_q[c] != 0) return false;
   return true;

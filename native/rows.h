@@ -17,6 +17,11 @@ static inline bool has_row_powers(const Layer& layer) { return layer.map == Map:
 // Maps whose value is never 0, however small.
 static inline bool is_positive(Map map) { return map == Map::elu1 || map == Map::softplus || map == Map::sigmoid; }
 
+// Maps whose value may be 0, or too small for T, where that of a wider type is not: squares and other products.
+static inline bool may_vanish(const Layer& layer) {
+  return layer.map == Map::squared_relu || (layer.projection && makes_products(layer.projection->finish));
+}
+
 // A float sum of positive values below this may have lost terms that are no normal floats.
 constexpr double kLeastSum = 1.0 / (1ull << 63) / (1ull << 37);
 
@@ -95,8 +100,8 @@ static void exp_keys(const Layer& layer, const T* scale, T* x, int64_t rows) {
 }
 
 template <class T>
-static void raw_rows(const Layer& layer, View view, int64_t begin, int64_t rows, T* block,
-                     const Projection* projection = nullptr, T* room = nullptr) {
+static void raw_rows(const Layer& layer, View view, int64_t begin, int64_t rows, T* block, const Projection* projection,
+                     Room<T> room) {
   const Widths<T> w(layer);
   const Rows<T> src = rows_before_map(layer, projection, view, begin, rows, block, room);
   if (src.data != block)
@@ -105,7 +110,7 @@ static void raw_rows(const Layer& layer, View view, int64_t begin, int64_t rows,
 
 template <class T>
 static void map_block(const Layer& layer, View view, int64_t begin, int64_t rows, T* block,
-                      const Projection* projection = nullptr, T* room = nullptr) {
+                      const Projection* projection, Room<T> room) {
   const Widths<T> w(layer);
   const Rows<T> src = rows_before_map(layer, projection, view, begin, rows, block, room);
   apply_map<T, false>(layer.map, src.data, src.row, block, w.d_row, rows, w.d, nullptr, nullptr);
@@ -145,7 +150,7 @@ static void scale_rows(const Widths<T>& w, const Prepared<T>& state, int64_t row
 // (rows, lanes), the products with the state's k_sum, to be summed over the lanes.
 template <class T>
 static void map_queries(const Layer& layer, const Prepared<T>& state, View q, int64_t begin, int64_t rows, T* block,
-                        T* power, T* dots, T* room = nullptr) {
+                        T* power, T* dots, Room<T> room) {
   const Widths<T> w(layer);
   if (layer.map != Map::exp) {
     const Rows<T> src = rows_before_map(layer, layer.query_projection, q, begin, rows, block, room);

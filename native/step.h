@@ -80,6 +80,7 @@ static bool step_key(const Layer& layer, StateRef state, View k, double* phi_k, 
     phi_k[d] = static_cast<double>(row[d]);
     vanished |= row[d] == 0;
   }
+  if (may_vanish(layer) && all_below(row, w.d, T(kLeastSum))) return false;
   return all_finite(row, 0, 1, w.d) && !(vanished && is_positive(layer.map));
 }
 

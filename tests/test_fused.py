@@ -1,9 +1,11 @@
 """Projections that the core makes itself: no array of features, and what the array road gives."""
 
+import pickle
+
 import numpy as np
 import pytest
 
-from linattn import State, backends, feature_maps, linear_attention
+from linattn import FeatureMap, State, backends, feature_maps, linear_attention
 from linattn.backends import native
 
 RNG = np.random.default_rng(11)
@@ -165,7 +167,7 @@ def test_a_projection_of_another_width_is_declined():
 )
 def test_bad_weights_are_refused(weight, bias):
     with pytest.raises(TypeError, match="expected a contiguous float64 array"):
-        native.extension.projection(3, weight, bias, 0.0, 0.0, False, False, "none", 0.0, 1, None)
+        native.extension.projection(2, weight, bias, 0.0, 0.0, False, False, "none", 0.0, 1, None)
 
 
 def test_weights_by_head(monkeypatch):
@@ -289,6 +291,9 @@ def test_positions_that_the_core_does_not_take(positions):
         ({"finish": "spectra"}, "steps that fit"),
         ({"finish": "squares", "weight": np.zeros((3, 4)), "shift": 1.0}, "steps that fit"),
         ({"finish": "halves"}, "steps that fit"),
+        ({"finish": "neighbours", "times": 2**61}, "steps that fit"),
+        ({"finish": "waves", "inputs": 2**62}, "steps that fit"),
+        ({"weight": np.zeros((4, 4))}, "as many rows as there are inputs"),
         ({"bias": np.zeros(3)}, "expected one where there is a bias"),
         ({"inputs": 0}, "inputs >= 1"),
         ({"finish": "turned"}, "angles: expected a contiguous float64 array"),
@@ -330,3 +335,104 @@ def test_products_too_small_for_float(small, causal):
     exact = linear_attention(*(x.astype(float) for x in (q, k, v)), found, **how)
     assert (exact != 0).mean() > 0.9
     np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["softmax", "hedgehog joint"])
+def test_a_nan_is_in_all_features_of_its_row(name):
+    """As the sum over features is: a state tells it in every one of them."""
+    k, v = rows(5)[1:]
+    k[0, 3, 2] = np.nan
+    k[1] = 0
+    for road in ("native", "array"):
+        with backends.using(road):
+            state = State.of(k, v, MAPS[name])
+        assert np.isnan(state.k_sum[0]).all() and np.isfinite(state.k_sum[1]).all()
+
+
+class Doubled:
+    """A project of one's own that the core can make."""
+
+    def __init__(self, times):
+        self.made = feature_maps.Recipe(weight=np.eye(7) * times)
+
+    def __call__(self, x):
+        return x * self.made.weight[0, 0]
+
+    def recipe(self, d_k):
+        return self.made
+
+
+def test_one_recipe_for_several_kernels_and_widths():
+    q, k, v = rows()
+    step = Doubled(2.0)
+    for kernel in ("relu", "exp", "relu"):
+        got = linear_attention(q, k, v, FeatureMap("own", kernel, step), order="linear")
+        wanted = linear_attention(2 * q, 2 * k, v, kernel, order="linear", eps=1e-6)
+        np.testing.assert_array_equal(got, wanted)
+    for width in (7, 5, 7):
+        part = [x[..., :width] for x in (q, k)]
+        whole = native.fused(MAPS["softmax"], part[1])
+        made = native.attend(*part, v, whole, 0.0, False, None, None, False, True, None, False,
+                             "linear", None)  # fmt: skip
+        assert made is not None
+
+
+def test_queries_are_projected_by_what_is_given_for_them():
+    q, k, v = rows()
+    keys, queries = Doubled(2.0), Doubled(3.0)
+    wanted = linear_attention(3 * q, 2 * k, v, "relu", order="linear")
+    for own in (queries, queries.__call__):  # a method says nothing of how it is made
+        found = FeatureMap("own", "relu", keys, project_queries=own)
+        got = linear_attention(q, k, v, found, order="linear")
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_family_made_of_another_has_its_own_projection():
+    with_another = type("With", (feature_maps.softmax,), {"project": lambda self, x: x * 2})
+    q, k, v = rows()
+    found = with_another()
+    assert not found.inside and found.recipe(7) is None
+    got = linear_attention(q, k, v, found, order="linear")
+    np.testing.assert_array_equal(got, linear_attention(2 * q, 2 * k, v, "exp", order="linear"))
+
+
+@pytest.mark.parametrize("name", [name for name, found in MAPS.items() if not found.learned])
+def test_rows_without_features_are_refused_in_words(name):
+    found = MAPS[name]
+    state = State.zeros(2, found.width(7), 3, found)
+    empty = np.zeros((2, 5, 0), np.float32)
+    with pytest.raises(ValueError, match="at least one feature"):
+        state.query(empty)
+    with pytest.raises(ValueError, match="at least one feature"):
+        state.absorb(empty, np.zeros((2, 5, 3), np.float32))
+
+
+@pytest.mark.parametrize("found", [MAPS["dpfp"], MAPS["sketch"], "squared_relu"], ids=str)
+@pytest.mark.parametrize("size", [1e-25, 1e-12])
+def test_keys_too_small_for_float_are_in_a_state(found, size):
+    """A state is double: what vanishes in float32 is made in double, one key at a time too."""
+    k, v = rows(40)[1:]
+    k *= np.float32(size)
+    wide = [x.astype(float) for x in (k, v)]
+    exact = State.of(*wide, found)
+    one_by_one = State.zeros(2, exact.D, 3, exact.feature_map)
+    for t in range(40):
+        one_by_one.step(k[:, t : t + 1], k[:, t : t + 1], v[:, t : t + 1])
+    largest = abs(exact.kv).max()
+    assert largest > 0
+    for state in (State.of(k, v, found), one_by_one):
+        np.testing.assert_allclose(state.kv / largest, exact.kv / largest, rtol=0, atol=1e-5)
+
+
+def test_weights_are_converted_once():
+    """For as long as they are the same numbers."""
+    weight, bias, other = W.copy(), B.copy(), -W
+    found = feature_maps.hedgehog(weight, bias, query_weight=other, normalise="halves")
+    keys, queries = found.recipe(7), found.query_recipe(7)
+    assert found.recipe(7) is keys and found.query_recipe(7) is queries
+    bias[2] += 1
+    assert found.recipe(7) is not keys and found.query_recipe(7) is queries
+    other[1, 1] += 1
+    assert found.query_recipe(7) is not queries
+    again = pickle.loads(pickle.dumps(found))
+    assert again == found and again.recipe(7) is again.recipe(7)

@@ -144,7 +144,7 @@ class State:
             return front.State.of(k, v, feature_map, key_mask)  # type: ignore[no-any-return]
         found = feature_maps.get(feature_map)
         k, v, mask, dtype, batch = _check.keys(k, v, key_mask)
-        whole = None if found.project is None else native.fused(found, k)
+        whole = None if found.project is None else native.fused(found, k, "k")
         D = found.width(k.shape[-1])
         if whole is not None and D is not None:
             state = cls(*_empty(batch, D, v.shape[-1], found), found, dtype)
@@ -271,7 +271,7 @@ class State:
         True where the key takes part. Leading axes broadcast to the state's.
         """
         if type(k) is ndarray and k.dtype is self.dtype:
-            whole = self._whole(k)
+            whole = self._whole(k, "k")
             if whole is not None:
                 done = native.absorb(self.kv, self.k_sum, self.log_scale, k, v, whole, key_mask)
                 if done is not None:
@@ -402,7 +402,7 @@ class State:
             type(q) is ndarray
             and q.dtype is self.dtype
             and (eps is None or (type(eps) is float and 0.0 <= eps < _INFINITY))
-            and (whole := self._whole(q))
+            and (whole := self._whole(q, "q"))
         ):
             try:
                 result = native.query(
@@ -649,9 +649,9 @@ class State:
         more = 0 if self.log_scale is None else self.log_scale.nbytes
         return int(self.kv.nbytes + self.k_sum.nbytes + more)
 
-    def _whole(self, x: Array) -> Any:
+    def _whole(self, x: Array, sides: str = "qk") -> Any:
         """What the core takes as the map of rows like x, see `native.fused`."""
-        return self._kernel if self._fused else native.fused(self.feature_map, x)
+        return self._kernel if self._fused else native.fused(self.feature_map, x, sides)
 
     @property
     def _shape(self) -> _check.StateShape:

@@ -3,6 +3,7 @@
 
 #include "blocks.h"
 #include "maps.h"
+#include "projection.h"
 
 #define LINATTN_STRING_(x) #x
 #define LINATTN_STRING(x) LINATTN_STRING_(x)
@@ -80,6 +81,11 @@ static Functions<T> functions() {
   f.store_row = [](DType dtype, char* to, int64_t col, const T* from, int64_t cols) {
     store_row<T>(dtype, to, col, from, cols);
   };
+  f.project = [](const Layer& layer, View x, int64_t rows, T* block, T* room) {
+    rows_before_map<T>(layer, layer.projection, x, 0, rows, block, room);
+  };
+  f.block = [](const Layer& layer) { return Widths<T>(layer).d_row; };
+  f.room = [](const Layer& layer, int64_t rows) { return Widths<T>(layer).room(rows); };
   return f;
 }
 

@@ -28,6 +28,10 @@ struct Functions {
   int64_t lanes;
   void (*load_row)(DType dtype, const char* from, int64_t col, T* to, int64_t cols);
   void (*store_row)(DType dtype, char* to, int64_t col, const T* from, int64_t cols);
+  // The projection of the first rows of x into a block of `block` numbers a row, with `room` numbers beside it.
+  void (*project)(const Layer&, View x, int64_t rows, T* block, T* room);
+  int64_t (*block)(const Layer&);
+  int64_t (*room)(const Layer&, int64_t rows);
 };
 
 constexpr int64_t kProbeLanes = 16;

@@ -284,6 +284,66 @@ void test_functions(const char* name, const Functions<T>& f, int64_t count) {
   }
 }
 
+// Projections with no more memory than they ask for: the ends of rows of every width.
+template <class T>
+void test_room(const char* name, const Functions<T>& f) {
+  plain::Random random(3);
+  for (int finish = 0; finish <= static_cast<int>(Finish::turned); ++finish)
+    for (int64_t columns : {1, 2, 3, 5, 8, 9, 16, 17, 31})
+      for (int64_t inputs : {1, 3, 16, 17})
+        for (int turn = 0; turn < 8; ++turn) {
+          Projection p{};
+          p.finish = static_cast<Finish>(finish);
+          p.mirrored = turn % 2 && !has_spectra(p.finish);
+          if (p.finish == Finish::halves && !p.mirrored) continue;
+          const bool weights = has_spectra(p.finish) || turn / 2 % 2;
+          p.unit = turn / 4;
+          p.times = makes_products(p.finish) ? 1 + turn % 3 : 1;
+          p.inputs = inputs;
+          p.columns = !weights ? inputs : has_spectra(p.finish) ? columns * p.times : columns;
+          p.square = has_spectra(p.finish) ? 0 : 0.5;
+          p.features = z_columns(p);
+          if (p.finish == Finish::waves || p.finish == Finish::turned) p.features *= 2;
+          if (p.finish == Finish::neighbours) p.features *= 2 * p.times;
+          if (p.finish == Finish::spectra) p.features = columns;
+          if (p.finish == Finish::squares) p.features = columns * (columns + 1) / 2;
+          const int64_t rows = 1 + turn % 3;
+          p.angles = rows;
+          p.row = (p.columns + 15) / 16 * 16;
+          std::vector<T> own(static_cast<size_t>((inputs + 1) * p.row + 16)), angles(static_cast<size_t>(2 * rows));
+          for (T& each : own) each = static_cast<T>(random.uniform(-1, 1));
+          for (T& each : angles) each = static_cast<T>(random.uniform(0, 1));
+          if constexpr (sizeof(T) == 4) {
+            p.weight_float = weights ? own.data() : nullptr;
+            p.bias_float = weights ? own.data() + inputs * p.row : nullptr;
+            p.angles_float = angles.data();
+          } else {
+            p.weight_double = weights ? own.data() : nullptr;
+            p.bias_double = weights ? own.data() + inputs * p.row : nullptr;
+            p.angles_double = angles.data();
+          }
+          Layer layer{};
+          layer.dtype = turn % 2 ? DType::float16 : Limits<T>::dtype;
+          layer.features = p.features;
+          layer.d_v = 1;
+          layer.projection = layer.query_projection = &p;
+          plain::Matrix x(layer.dtype, rows, inputs, plain::Matrix::dense);
+          x.fill(random, -2, 2);
+          const int64_t ld = f.block(layer), size = static_cast<int64_t>(sizeof(T));
+          plain::Guarded block(rows * ld * size), room(f.room(layer, rows) * size);
+          T* y = reinterpret_cast<T*>(block.data());
+          f.project(layer, x.view(), rows, y, reinterpret_cast<T*>(room.data()));
+          bool all = true;
+          for (int64_t r = 0; r < rows; ++r) {
+            for (int64_t c = 0; c < p.features; ++c) all = all && std::isfinite(y[r * ld + c]);
+            for (int64_t c = p.features; c < (p.features + f.lanes - 1) / f.lanes * f.lanes; ++c)
+              all = all && y[r * ld + c] == 0;
+          }
+          CHECK(all && block.intact() && room.intact(), "%s: finish %d, columns %d, inputs %d, turn %d", name, finish,
+                int(columns), int(inputs), turn);
+        }
+}
+
 // Every number of the format in and out, and the ties between each and the next, which go to the even one, or away
 // from 0.
 void test_halves(const char* name, float (*widen)(uint16_t), uint16_t (*narrow)(float), double (*value)(uint16_t),
@@ -318,6 +378,8 @@ void test_halves(const char* name, float (*widen)(uint16_t), uint16_t (*narrow)(
 void test_set(const Probe& probe, int64_t count, bool ties_away) {
   test_functions(probe.name, probe.single, count);
   test_functions(probe.name, probe.wide, count);
+  test_room(probe.name, probe.single);
+  test_room(probe.name, probe.wide);
   test_halves(probe.name, probe.widen_half, probe.narrow_half, plain::half_value, 0x7c00, ties_away);
   test_halves(probe.name, probe.widen_bfloat, probe.narrow_bfloat, plain::bfloat_value, 0x7f80);
 }

@@ -62,7 +62,8 @@ struct OwnProjection {
     if (finish == Finish::neighbours) p.times = 1 + turn % 3;
     if (products) p.times = inputs > 8 ? 2 : 1 + turn % 3;  // so that they are exact in float
     if (finish == Finish::squares) p.times = inputs > 8 ? 1 : 1 + turn % 2;
-    p.mirrored = finish == Finish::halves || (finish == Finish::none && turn % 2 == 1);
+    p.mirrored =
+        finish == Finish::halves || ((finish == Finish::none || finish == Finish::neighbours) && turn % 2 == 1);
     p.square = (finish == Finish::none || finish == Finish::lifted) && turn % 3 != 0 ? 0.5 : 0;
     p.shift = products ? 0 : 0.25;
     p.amount = finish == Finish::lifted ? 0.125 : finish == Finish::waves ? 1 / std::sqrt(double(columns)) : 0;

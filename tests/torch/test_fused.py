@@ -1,5 +1,8 @@
 """Projections that the core makes itself, for tensors: where nobody looks on, and there alone."""
 
+import copy
+import io
+
 import pytest
 import torch
 
@@ -94,3 +97,37 @@ def test_out_is_written():
     given = linear_attention(q, k, v, "favor", out=out, order="linear")
     assert given is out
     torch.testing.assert_close(out, linear_attention(q, k, v, "favor", order="linear"))
+
+
+def test_queries_with_a_layer_of_their_own():
+    """Of two modules each makes its own side."""
+    q, k, v = rows()
+    keys, queries = front.hedgehog(8, 5).project, front.hedgehog(8, 5).project
+    torch.nn.init.normal_(queries.weight, std=0.3)
+    found = feature_maps.FeatureMap("two", "exp", keys, True, 0.0, queries)
+    wanted = linear_attention(q.requires_grad_(), k, v, found, order="linear")
+    with torch.no_grad():
+        torch.testing.assert_close(linear_attention(q, k, v, found, order="linear"), wanted)
+
+
+def test_weights_are_converted_once():
+    layer = front.t2r(8, 5, separate=True).project
+    with torch.no_grad():
+        keys, queries = layer.recipe(8), layer.query_recipe(8)
+        assert layer.recipe(8) is keys and layer.query_recipe(8) is queries
+        layer.weight.data[0, 0] += 1  # which no version of the tensor counts
+        assert layer.recipe(8) is not keys and layer.query_recipe(8) is queries
+        again = copy.deepcopy(layer)
+        assert again.recipe(8) is not layer.recipe(8)
+        torch.save(layer, io.BytesIO())
+        layer.bfloat16()
+        assert layer.query_recipe(8) is not queries
+
+
+def test_positions_may_be_a_tensor(monkeypatch):
+    q, k, v = rows()
+    found = feature_maps.cosformer(100)
+    wanted = linear_attention(q, k, v, found.at(range(65)), causal=True)
+    refuse(monkeypatch, found)
+    got = linear_attention(q, k, v, found.at(torch.arange(65)), causal=True)
+    torch.testing.assert_close(got, wanted)

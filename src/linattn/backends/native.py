@@ -86,35 +86,37 @@ def know(dtype: Any) -> None:
         _known.add(dtype.num)
 
 
-def fused(found: FeatureMap, x: Any) -> Any:
-    """What the verbs take as this map of rows like x: a kernel's name, or one with the projection
+def fused(found: FeatureMap, x: Any, sides: str = "qk") -> Any:
+    """What the verbs take as this map of rows like x: a kernel's name, or one with the projections
     before it. None: `project` comes first.
+
+    sides: which of queries and keys a verb has
     """
     if found.project is None:
         return found.kernel
-    if extension is None or not x.shape:
+    if extension is None or not x.shape or x.shape[-1] < 1:
         return None
-    recipe = found.recipe(x.shape[-1])
-    if recipe is None:
-        return None
-    whole = _made(recipe, found.kernel, x.shape[-1])
-    if found.project_queries is None:
-        return whole
-    recipe = found.query_recipe(x.shape[-1])
-    return None if recipe is None else (*whole, _made(recipe, found.kernel, x.shape[-1])[1])
+    d_k = x.shape[-1]
+    recipes = [found.recipe(d_k)] if "k" in sides or found.project_queries is None else []
+    if "q" in sides and found.project_queries is not None:
+        recipes.append(found.query_recipe(d_k))
+    made = [_made(recipe, d_k) for recipe in recipes if recipe is not None]
+    return (found.kernel, *made) if len(made) == len(recipes) else None
 
 
-def _made(recipe: Recipe, kernel: str, d_k: int) -> Any:
-    """(kernel, the core's projection), the same tuple at each call."""
+def _made(recipe: Recipe, d_k: int) -> Any:
+    """The core's form of it, made once for as long as rows have this width."""
     assert extension is not None
-    if recipe.core is None or recipe.core[0] is not extension:
+    core = recipe.core
+    if core is None or core[0] is not extension or core[1] != d_k:
         r = recipe
+        inputs = d_k if r.weight is None else r.weight.shape[-2]
         made = extension.projection(
-            d_k, r.weight, r.bias, r.square, r.shift, r.mirrored, r.unit, r.finish, r.amount,
+            inputs, r.weight, r.bias, r.square, r.shift, r.mirrored, r.unit, r.finish, r.amount,
             r.times, r.angles,
         )  # fmt: skip
-        recipe.core = (extension, (kernel, made))
-    return recipe.core[1]
+        recipe.core = core = (extension, d_k, made)
+    return core[2]
 
 
 def register_torch(torch: ModuleType) -> None:

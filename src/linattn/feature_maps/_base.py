@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from .. import fronts
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "get",
     "names",
     "namespace",
+    "numbers",
     "signs",
     "taken",
     "wide",
@@ -46,7 +49,7 @@ WRITTEN = 24
 where both orders of `taylor` and `polynomial` take the same time, d = 16 to 128: 10 to 35."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Recipe:
     """A projection that the compiled core can make itself, a block of rows at a time.
 
@@ -86,7 +89,7 @@ class Recipe:
     amount: float = 0.0
     times: int = 1
     angles: Array | None = None
-    core: Any = None
+    core: Any = field(default=None, init=False)
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,7 @@ class FeatureMap:
         in whose time it is hidden. So is what the core makes of a `recipe` without a product, and a
         `project` that only calling it can tell the width of.
         """
-        D = None if self.project is None or self.recipe(d_k) else self.width(d_k)
+        D = None if self.project is None or self.inside else self.width(d_k)
         return 0 if D is None else WRITTEN * D
 
     def recipe(self, d_k: int) -> Recipe | None:
@@ -167,11 +170,24 @@ class FeatureMap:
         return None if make is None else make(d_k)
 
     def query_recipe(self, d_k: int) -> Recipe | None:
-        """That of `project_queries`, which has the steps of `recipe` with other weights."""
-        if self.project_queries is None:
+        """That of `project_queries`, which may differ from `recipe` in its weights alone.
+
+        It has a `recipe` of its own, or is the method `queries` of a `project` that has a
+        `query_recipe`.
+        """
+        own = self.project_queries
+        if own is None:
             return self.recipe(d_k)
-        make = getattr(self.project, "query_recipe", None)
+        of_project = own == getattr(self.project, "queries", None)
+        make = getattr(
+            self.project if of_project else own, "query_recipe" if of_project else "recipe", None
+        )
         return None if make is None else make(d_k)
+
+    @property
+    def inside(self) -> bool:
+        """Whether the core can make `project`, where nothing of a call speaks against it."""
+        return type(self).recipe is not FeatureMap.recipe
 
     @property
     def averages(self) -> bool:
@@ -293,6 +309,8 @@ class Family(_Stated):
     def __init_subclass__(cls, label: str = "", **more: Any) -> None:
         super().__init_subclass__(**more)
         cls.label = label
+        if "project" in vars(cls) and "recipe" not in vars(cls):
+            cls.recipe = FeatureMap.recipe  # type: ignore[method-assign] # another's, if it had one
         if label:  # without one it is a base of families
             _FAMILIES[label] = cls
 
@@ -388,6 +406,13 @@ def constant(xp: Any, values: Any, like: Array) -> Array:
         return values
     front = fronts.front(like)
     return xp.asarray(values, dtype=like.dtype) if front is None else front.constant(values, like)
+
+
+def numbers(values: Array) -> Array:
+    """In NumPy, as float64."""
+    if hasattr(values, "requires_grad"):
+        values = values.detach().cpu().double().numpy()
+    return np.ascontiguousarray(values, dtype=np.float64)
 
 
 def concatenate(xp: Any, parts: list[Array]) -> Array:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .. import fronts
-from ._base import Array, Family, Recipe, concatenate, constant, namespace, wide
+from ._base import Array, Family, Recipe, concatenate, constant, namespace, numbers, wide
 
 __all__ = ["Cosformer"]
 
@@ -102,10 +102,10 @@ class Cosformer(Family, label="cosformer"):
         return concatenate(xp, [x * cosine[..., None], x * sine[..., None]])
 
     def recipe(self, d_k: int) -> Recipe | None:
-        """Where positions are plain numbers, one a row; `project` takes or refuses all others."""
-        if self.positions is None or hasattr(self.positions, "requires_grad"):
+        """Where each row has a position of its own; `project` takes or refuses all others."""
+        if self.positions is None or getattr(self.positions, "requires_grad", False):
             return None
-        where = np.asarray(self.positions, np.float64)
+        where = numbers(self.positions)
         if where.ndim != 1 or not where.size or not self._inside(where):
             return None
         angles = np.ascontiguousarray(np.stack(self._turns(np, where), -1))

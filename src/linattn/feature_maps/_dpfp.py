@@ -59,9 +59,9 @@ class Dpfp(Family, label="dpfp"):
         return concatenate(xp, [r * xp.roll(r, j, -1) for j in range(1, self.nu + 1)])
 
     def recipe(self, d_k: int) -> Recipe:
-        return _neighbours(d_k, self.nu)
+        return _neighbours(self.nu)
 
 
 @functools.lru_cache(maxsize=64)
-def _neighbours(d_k: int, nu: int) -> Recipe:
+def _neighbours(nu: int) -> Recipe:
     return Recipe(finish="neighbours", times=nu)

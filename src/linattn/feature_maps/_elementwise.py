@@ -4,7 +4,6 @@ from __future__ import annotations
 
 # `project` is a field of FeatureMap and a method here.
 # mypy: disable-error-code="misc"
-import functools
 from dataclasses import dataclass
 
 from ._base import Array, Family, FeatureMap, Recipe, named, namespace, wide
@@ -64,12 +63,10 @@ class Softmax(Family, label="softmax"):
         return log_softmax(x)
 
     def recipe(self, d_k: int) -> Recipe:
-        return _over_features(d_k)
+        return _OVER_FEATURES
 
 
-@functools.lru_cache(maxsize=64)
-def _over_features(d_k: int) -> Recipe:
-    return Recipe(finish="softmax")
+_OVER_FEATURES = Recipe(finish="softmax")
 
 
 def log_softmax(x: Array) -> Array:

@@ -14,13 +14,52 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ._base import Array, Family, Recipe, concatenate, constant, namespace, wide
+from ._base import Array, Family, Recipe, concatenate, constant, namespace, numbers, wide
 from ._elementwise import log_softmax
 from ._random import scaled, side
 
 __all__ = ["T2R", "Hedgehog", "PerformerLearned"]
 
 L = TypeVar("L", bound="Learned")
+
+
+class Kept:
+    """The recipe of a map with weights, for as long as they are the same numbers.
+
+    Converting weights takes as long as some hundred rows, and a step has one. They may be changed
+    in place, so they are compared with a copy, number by number.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[tuple[Any, ...], Recipe] | None = None
+
+    def recipe(
+        self, weight: Array, bias: Array | None, scale: float, steps: dict[str, Any]
+    ) -> Recipe:
+        """scale weight x + bias, and the other steps."""
+        made = self._last
+        if made is None or not all(map(_same, made[0], (weight, bias, scale, steps))):
+            turned = np.ascontiguousarray(numbers(weight).swapaxes(-1, -2) * scale)
+            recipe = Recipe(weight=turned, bias=None if bias is None else numbers(bias), **steps)
+            self._last = made = (_copied(weight), _copied(bias), scale, steps), recipe
+        return made[1]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Kept, ()
+
+
+def _same(a: Any, b: Any) -> bool:
+    if not hasattr(a, "shape") or not hasattr(b, "shape"):
+        return bool(a is b or (type(a) is type(b) and a == b))
+    if type(a) is not type(b) or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return getattr(a, "device", None) == getattr(b, "device", None) and bool((a == b).all())
+
+
+def _copied(values: Array | None) -> Array | None:
+    if values is None:
+        return None
+    return values.detach().clone() if hasattr(values, "requires_grad") else values.copy()
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -41,6 +80,8 @@ class Learned(Family):
     bias: Any = None
     query_weight: Any = field(default=None, kw_only=True)
     query_bias: Any = field(default=None, kw_only=True)
+    _kept: Kept = field(default_factory=lambda: Kept(), init=False, compare=False)
+    _kept_of_queries: Kept = field(default_factory=lambda: Kept(), init=False, compare=False)
 
     learned = True
 
@@ -66,7 +107,13 @@ class Learned(Family):
     def of_queries(self: L) -> L:
         """The map that queries have for themselves."""
         weights = {"weight": self.query_weight, "bias": self.query_bias}
-        return replace(self, **weights, query_weight=None, query_bias=None)
+        found = replace(self, **weights, query_weight=None, query_bias=None)
+        return found.keeping(self._kept_of_queries)
+
+    def keeping(self: L, kept: Kept) -> L:
+        """The same map, whose recipes are kept there."""
+        object.__setattr__(self, "_kept", kept)
+        return self
 
     def query_recipe(self, d_k: int) -> Recipe | None:
         return (self if self.query_weight is None else self.of_queries()).recipe(d_k)
@@ -94,15 +141,7 @@ class Learned(Family):
             getattr(x, "requires_grad", False) for x in (self.weight, self.bias)
         ):
             return None
-        weight = np.ascontiguousarray(numbers(self.weight).swapaxes(-1, -2) * scale)
-        return Recipe(weight, None if self.bias is None else numbers(self.bias), **steps)
-
-
-def numbers(values: Array) -> Array:
-    """In NumPy, as float64."""
-    if hasattr(values, "requires_grad"):
-        values = values.detach().cpu().double().numpy()
-    return np.ascontiguousarray(values, dtype=np.float64)
+        return self._kept.recipe(self.weight, self.bias, scale, steps)
 
 
 def _checked(which: str, weight: Any, bias: Any) -> tuple[int, ...]:

@@ -515,4 +515,4 @@ def _sketched(
 ) -> Recipe:
     found = spectra(seed, count, d + (offset > 0), m)
     bias = found[d] * math.sqrt(offset) if offset > 0 else None
-    return Recipe(found[:d] * scale, bias, finish=finish, times=count)
+    return Recipe(weight=found[:d] * scale, bias=bias, finish=finish, times=count)

@@ -49,13 +49,11 @@ def directions(seed: int, count: int, d: int, orthogonal: bool) -> Array:
 
 @functools.lru_cache(maxsize=64)
 def along_directions(
-    seed: int, count: int, d: int, orthogonal: bool, scale: float = 1.0, square: float = 0.0,
-    shift: float = 0.0, mirrored: bool = False, unit: bool = False, finish: str = "none",
-    amount: float = 0.0,
-) -> Recipe:  # fmt: skip
-    """+-scale w . x - square |x|^2 - shift for directions w, and how it goes on."""
+    seed: int, count: int, d: int, orthogonal: bool, scale: float = 1.0, **steps: Any
+) -> Recipe:
+    """scale w . x for directions w, and how it goes on."""
     w = np.ascontiguousarray(directions(seed, count, d, orthogonal).T) * scale
-    return Recipe(w, None, square, shift, mirrored, unit, finish, amount)
+    return Recipe(weight=w, **steps)
 
 
 def scaled(xp: Any, x: Array, scale: float | None) -> Array:
@@ -106,7 +104,7 @@ class Drawn(Family):
     def row_operations(self, d_k: int) -> int:
         """The product with the directions, and a pass over features that the core doesn't make."""
         product = 2 * d_k * self.count
-        return product if self.recipe(d_k) else product + WRITTEN * self.features
+        return product if self.inside else product + WRITTEN * self.features
 
     def redraw(self: F, seed: int) -> F:
         """The same map with other directions.
@@ -213,13 +211,17 @@ class Favor(Drawn, label="favor"):
             along = concatenate(xp, [along, -along])
         return along - (half + math.log(self.features) / 2)
 
+    @property
+    def inside(self) -> bool:
+        return self.kind != "trigonometric"
+
     def recipe(self, d_k: int) -> Recipe | None:
-        if self.kind == "trigonometric":
+        if not self.inside:
             return None
         scale = side(self.scale, d_k)
         return along_directions(
-            self.seed, self.count, d_k, self.orthogonal, scale, scale**2 / 2,
-            math.log(self.features) / 2, self.paired,
+            self.seed, self.count, d_k, self.orthogonal, scale, square=scale**2 / 2,
+            shift=math.log(self.features) / 2, mirrored=self.paired,
         )  # fmt: skip
 
 

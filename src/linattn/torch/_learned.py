@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from .. import feature_maps
 from ..feature_maps import Family, FeatureMap, Recipe
+from ..feature_maps._learned import Kept
 
 __all__ = ["Layer", "hedgehog", "performer_learned", "t2r"]
 
@@ -35,6 +36,7 @@ class Layer(nn.Module):
     ) -> None:
         super().__init__()
         self.family, self.given = family, given
+        self._kept, self._kept_of_queries = Kept(), Kept()
         self.weight = nn.Parameter(weight)
         self.bias = None if bias is None else nn.Parameter(bias)
         self.query_weight = nn.Parameter(weight.clone()) if separate else None
@@ -57,21 +59,21 @@ class Layer(nn.Module):
 
     def recipe(self, d_k: int) -> Recipe | None:
         """What `forward` does, for the compiled core; None where somebody else looks on."""
-        return self._recipe(d_k, self.weight, self.bias)
+        return self._recipe(d_k, self._kept, self.weight, self.bias)
 
     def query_recipe(self, d_k: int) -> Recipe | None:
         """What `queries` does."""
         if self.query_weight is None:
             return self.recipe(d_k)
-        return self._recipe(d_k, self.query_weight, self.query_bias)
+        return self._recipe(d_k, self._kept_of_queries, self.query_weight, self.query_bias)
 
-    def _recipe(self, d_k: int, *given: Tensor | None) -> Recipe | None:
+    def _recipe(self, d_k: int, kept: Kept, *given: Tensor | None) -> Recipe | None:
         if torch.is_grad_enabled() or self._forward_hooks or self._forward_pre_hooks:
             return None
         make: Any = self.family
         weight, bias = (None if x is None else x.detach() for x in given)
-        found: Recipe | None = make(weight=weight, bias=bias, **self.given).recipe(d_k)
-        return found
+        found = make(weight=weight, bias=bias, **self.given).keeping(kept).recipe(d_k)
+        return cast(Recipe | None, found)
 
     def extra_repr(self) -> str:
         return f"{self.family.label}, weight={tuple(self.weight.shape)}"

@@ -220,7 +220,7 @@ class TensorState(State):
     ) -> Any:
         if self._straight(q, eps=eps, out=out):
             try:
-                whole = self._whole(q)
+                whole = self._whole(q, "q")
                 result = whole and native.query(
                     self.kv, self.k_sum, self.log_scale, q,
                     whole, self._eps if eps is None else eps, enable_gqa, normalize, out,
@@ -369,7 +369,7 @@ class TensorState(State):
         """Whether the core has taken these keys in, straight from here."""
         if not self._straight(k, v, key_mask):
             return False
-        whole = self._whole(k)
+        whole = self._whole(k, "k")
         if not (
             whole and native.absorb(self.kv, self.k_sum, self.log_scale, k, v, whole, key_mask)
         ):
