@@ -178,10 +178,10 @@ class FeatureMap:
         own = self.project_queries
         if own is None:
             return self.recipe(d_k)
-        of_project = own == getattr(self.project, "queries", None)
-        make = getattr(
-            self.project if of_project else own, "query_recipe" if of_project else "recipe", None
-        )
+        if own == getattr(self.project, "queries", None):
+            make = getattr(self.project, "query_recipe", None)
+        else:
+            make = getattr(own, "recipe", None)
         return None if make is None else make(d_k)
 
     @property
