@@ -36,19 +36,13 @@ nb::object attend(nb::handle q, nb::handle k, nb::handle v, nb::handle feature_m
   const bool by_state = causal || call.has_state || return_state;
   bool quadratic = false;
   if (text_is(text, size, "auto")) {
-    int64_t groups = 1;
-    for (int i = 0; i < call.problem.axis_count; ++i)
-      if (!call.problem.axes[i].keys) groups *= call.problem.axes[i].size;
-    const int64_t sequences = call.problem.sequences;  // of a packed call, the average one
-    quadratic = !by_state && prefers_quadratic(call.problem.n_q / sequences, call.problem.n_k / sequences,
-                                               call.problem.layer.features, call.problem.layer.d_v, groups);
+    quadratic = !by_state && prefers_quadratic(call.problem);
   } else if (text_is(text, size, "quadratic")) {
-    if (by_state) return nb::none();
+    if (by_state || makes_features_often(call.problem)) return nb::none();
     quadratic = true;
   } else if (!text_is(text, size, "linear")) {
     return nb::none();
   }
-  if (quadratic && call.problem.layer.projection) return nb::none();  // each block of queries would project all keys
   call.problem.form = causal ? Form::causal : quadratic ? Form::quadratic : Form::parallel;
 
   nb::object result = call.take_out(out);

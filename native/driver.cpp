@@ -207,7 +207,7 @@ class Run : public Units {
     const Range rows = piece_of(queries_of(unit), query_pieces_, piece);
     const Own mine = own();
     const Place at = place_of(unit, group);
-    note(kernels_.quadratic(p_.layer, at.q, at.k, at.v, at.mask, keys_of(unit), at.out, rows.begin, rows.end,
+    note(kernels_.quadratic(layer_of(at), at.q, at.k, at.v, at.mask, keys_of(unit), at.out, rows.begin, rows.end,
                             mine.scratch));
   }
 
@@ -284,11 +284,33 @@ class Run : public Units {
 
 }  // namespace
 
-bool prefers_quadratic(int64_t n_q, int64_t n_k, int64_t features, int64_t d_v, int64_t groups) {
+bool prefers_quadratic(int64_t n_q, int64_t n_k, int64_t features, int64_t d_v, int64_t groups, double again) {
   const double all_q = static_cast<double>(n_q) * static_cast<double>(groups);
   const double linear = (static_cast<double>(n_k) + all_q) * static_cast<double>(features) * static_cast<double>(d_v);
   const double quadratic = all_q * static_cast<double>(n_k) * static_cast<double>(features + d_v);
-  return quadratic < linear;
+  return quadratic + again < linear;
+}
+
+bool makes_features_often(const Problem& p) { return p.layer.projection && p.n_q > 2 * kChunk * p.sequences; }
+
+bool prefers_quadratic(const Problem& p) {
+  if (makes_features_often(p)) return false;
+  int64_t groups = 1;
+  for (int i = 0; i < p.axis_count; ++i)
+    if (!p.axes[i].keys) groups *= p.axes[i].size;
+  const int64_t n_q = p.n_q / p.sequences, n_k = p.n_k / p.sequences;
+  double again = 0;
+  if (const Projection* projection = p.layer.projection) {
+    // Keys are projected for each block of queries anew, unless they are one block themselves, and with exp once more
+    // for their scales. What follows the product is worth some kPass of its operations a feature.
+    constexpr int64_t kPass = 8;
+    const int64_t blocks = n_k <= kChunk ? 1 : (n_q + kChunk - 1) / kChunk;
+    const int64_t passes = groups * (blocks + (p.layer.map == Map::exp));
+    const int64_t product = projection->row ? projection->inputs * projection->columns : 0;
+    again = static_cast<double>(passes - 1) * static_cast<double>(n_k) *
+            static_cast<double>(product + kPass * p.layer.features);
+  }
+  return prefers_quadratic(n_q, n_k, p.layer.features, p.layer.d_v, groups, again);
 }
 
 bool solve(const Problem& problem, const Kernels& kernels, int threads) {

@@ -38,8 +38,16 @@ struct Problem {
   StateRef before{}, after{};
 };
 
-// Whether the quadratic order takes fewer operations; the rule of linattn.plan.
-bool prefers_quadratic(int64_t n_q, int64_t n_k, int64_t features, int64_t d_v, int64_t groups);
+// Whether the quadratic order takes fewer operations; the rule of linattn.plan. again: multiply-adds that it takes in
+// making features for a second time.
+bool prefers_quadratic(int64_t n_q, int64_t n_k, int64_t features, int64_t d_v, int64_t groups, double again = 0);
+
+// The same of a problem whose axes are laid, of packed sequences of the average one.
+bool prefers_quadratic(const Problem& problem);
+
+// Whether the quadratic order would make features of keys for so many blocks of queries that they are better made
+// first.
+bool makes_features_often(const Problem& problem);
 
 // Runs the problem, on up to thread_count() threads. False: there was not enough memory.
 bool solve(const Problem& problem, const Kernels& kernels, int threads);

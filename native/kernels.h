@@ -9,6 +9,10 @@ namespace linattn {
 enum class DType : uint8_t { float32, float64, float16, bfloat16 };
 enum class Map : uint8_t { identity, elu1, relu, squared_relu, exp, softplus, sigmoid };
 
+// Causal rows that see each other through a masked product, and queries for which the quadratic order makes phi of all
+// keys.
+constexpr int64_t kChunk = 32;
+
 // The scale of a feature that has seen no key (see StateRef::log_scale).
 constexpr int32_t kEmpty = -(1 << 30);
 
@@ -93,7 +97,7 @@ struct Layer {
   // A second pass, in double with every row of phi(q) scaled to about 1, over what left the range of the first: it
   // writes those rows only that hold something not finite.
   bool repair = false;
-  // nullptr: q and k go to the map as they are. The quadratic order and gradients take no other. Of two that differ in
+  // nullptr: q and k go to the map as they are. Gradients take no other. Of two that differ in
   // their weights alone keys take the first.
   const Projection *projection = nullptr, *query_projection = nullptr;
   // To the next head's: 0 where all heads share one.

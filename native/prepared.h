@@ -12,7 +12,6 @@ namespace LINATTN_ISA_NS {
 constexpr int64_t kFlushRows = 512;
 constexpr int64_t kAbsorbRows = 64;  // phi(k) and a strip of v of one block fit the first-level cache
 constexpr int64_t kQueryRows = 96;   // a multiple of all tiles' rows; phi(q) of a block stays in the first-level cache
-constexpr int64_t kChunk = 32;       // causal rows that see each other through a masked product
 template <class T>
 constexpr int64_t kChunkRow = kChunk + kLanes<T>;  // row stride of (., kChunk) blocks, see Widths
 constexpr int64_t kBlockBytes = 1 << 17;  // phi(k) of a block at most, so that wide maps stay in the second-level cache

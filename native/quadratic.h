@@ -56,6 +56,7 @@ static bool quadratic_of(const Layer& layer, View q, View k, View v, MaskView ma
   double* sums = arena.take<double>(kChunk * w.v_row);
   double* denominators = arena.take<double>(kChunk);
   int32_t* log_scale = arena.take<int32_t>(w.d);
+  T* room = arena.take<T>(w.room(kChunk));
   RowScales<T> scales(arena, kChunk);
   Prepared<T> ready(layer, arena.take<char>(prepared_bytes_of<T>(layer)));
   uint8_t kept[kChunk];
@@ -66,7 +67,7 @@ static bool quadratic_of(const Layer& layer, View q, View k, View v, MaskView ma
     for (int64_t c0 = 0; c0 < n_k; c0 += kChunk) {
       const int64_t keys = min_of(kChunk, n_k - c0);
       const bool some = mask.data && read_mask(mask, c0, keys, kept) < keys;
-      raw_rows(layer, k, c0, keys, phi_k, nullptr, nullptr);
+      raw_rows(layer, k, c0, keys, phi_k, layer.projection, room);
       column_exponents<T>(phi_k, w.d_row, keys, w.d_pad, some ? kept : nullptr, top);
       for (int64_t d = 0; d < w.d; ++d)
         if (top[d] > T(log_scale[d]) && !(top[d] > 2 * kExpLimit<T>)) log_scale[d] = static_cast<int32_t>(top[d]);
@@ -81,10 +82,10 @@ static bool quadratic_of(const Layer& layer, View q, View k, View v, MaskView ma
     const int64_t count = mask.data ? read_mask(mask, c0, keys, kept) : keys;
     if (count == 0) return false;
     if (layer.map == Map::exp) {
-      raw_rows(layer, k, c0, keys, phi_k, nullptr, nullptr);
+      raw_rows(layer, k, c0, keys, phi_k, layer.projection, room);
       exp_keys(layer, ready.scale, phi_k, keys);
     } else {
-      map_block(layer, k, c0, keys, phi_k, nullptr, nullptr);
+      map_block(layer, k, c0, keys, phi_k, layer.projection, room);
     }
     right = rows_of<T>(layer.dtype, v, c0, keys, w.v, true, values, w.v_row);
     if (count < keys) {
@@ -99,7 +100,7 @@ static bool quadratic_of(const Layer& layer, View q, View k, View v, MaskView ma
 
   for (int64_t r0 = begin; r0 < end; r0 += kChunk) {
     const int64_t rows = min_of(kChunk, end - r0);
-    map_queries(layer, ready, q, r0, rows, phi_q, scales.power, scales.dots, nullptr);
+    map_queries(layer, ready, q, r0, rows, phi_q, scales.power, scales.dots, room);
     const OutRows<T> ready_rows(layer, out, r0, buffer, kChunk);
     if (one_chunk) {  // nothing to carry: straight to the output (8 heads x 32: -14 %)
       chunk_weights(w, phi_q, phi_t, rows, n_k, weights);

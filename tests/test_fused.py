@@ -104,6 +104,47 @@ def test_every_verb_makes_them_inside(found, normalize):
     assert more.shape == (2, 3, 3)
 
 
+@pytest.mark.usefixtures("no_features")
+@pytest.mark.parametrize("n", [1, 2, 31, 33, 64])
+def test_the_quadratic_order_of_short_sequences(found, normalize, n):
+    """Features of keys are made for each block of queries; both orders agree."""
+    part = slice(0, n)
+    q, k, v = (x[:, part] for x in rows())
+    mask = RNG.random((2, n)) < 0.7
+    here = at(found, part)
+    for how in ({}, {"key_mask": mask}):
+        a, b, either = (
+            linear_attention(q, k, v, here, normalize=normalize, order=order, **how)
+            for order in ("linear", "quadratic", "auto")
+        )
+        tolerance = {"rtol": 1e-5, "atol": 2e-6 * max(1, float(abs(a).max()))}
+        np.testing.assert_allclose(a, b, **tolerance)
+        assert np.array_equal(either, a) or np.array_equal(either, b)
+
+
+@pytest.mark.usefixtures("no_features")
+@pytest.mark.parametrize("n", [4, 30, 40, 63, 90, 97])
+def test_an_automatic_order_makes_no_arrays(found, n):
+    part = slice(0, n)
+    q, k, v = (x[:, part] for x in rows())
+    linear_attention(q, k, v, at(found, part))
+
+
+def test_the_quadratic_order_of_grouped_heads_and_packed_sequences():
+    q, k, v = rows()
+    found = feature_maps.t2r(W, B, query_weight=W + B[:, None])
+    pairs = np.repeat(q, 2, 0)[:, :50]
+    grouped = linear_attention(pairs, k, v, found, enable_gqa=True, order="quadratic")
+    single = linear_attention(q[:, :50], k, v, found, order="linear")
+    np.testing.assert_allclose(grouped[::2], single, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(grouped[::2], grouped[1::2])
+    here = MAPS["cosformer"]
+    cuts = [0, 40, 40, 97]
+    packed = linear_attention(q, k, v, here, cu_seqlens=cuts, order="quadratic")
+    again = linear_attention(q, k, v, here, cu_seqlens=cuts, order="linear")
+    np.testing.assert_allclose(packed, again, rtol=1e-5, atol=1e-6)
+
+
 def at(found, part):
     """The map for some of the rows."""
     if not found.positional:
