@@ -1,7 +1,7 @@
 """What does it bring that the core makes a map's projection itself, a block of rows at a time?
 
 The other road makes an array of features, or of exponents, in NumPy first, and the core reads that.
-Both sides are the same public call.
+Both sides are the same public call. Of short sequences also: is the automatic order the better one?
 """
 
 from __future__ import annotations
@@ -76,6 +76,28 @@ def calls(report: Report, o: Options) -> None:
                 compare(report, o, label, call, map=name, n=n, heads=heads, form=form)
 
 
+def short(report: Report, o: Options) -> None:
+    """Where the quadratic order is in question, which makes features of keys more than once."""
+    for n in (16,) if o.quick else (16, 48):
+        report.heading(f"8 heads x {n}, float32, d = {D}, order='auto'")
+        q, k, v = qkv(8, n, D)
+        for name, found in INSIDE.items():
+            found = found.at(range(n)) if found.positional else found
+            call = functools.partial(linear_attention, q, k, v, found)
+            about = {"map": name, "n": n, "heads": 8, "form": "full"}
+            compare(report, o, f"{name}, full, 8 x {n}", call, **about)
+            over, took = {}, {}
+            for order in ("linear", "quadratic"):
+                times = race({"auto": call, order: functools.partial(call, order=order)}, o)
+                over[order] = ratios(times["auto"], times[order])
+                took[order] = median(times[order])
+            better = max(over, key=lambda order: median(over[order]))
+            report.row(
+                f"{name}, full, 8 x {n}: auto over the better order", over[better], "x", None,
+                ", ".join(f"{order} {written(t)}" for order, t in took.items()), **about,
+            )  # fmt: skip
+
+
 def steps(report: Report, o: Options) -> None:
     report.heading(f"one step of decoding, 8 heads, d = {D}")
     q, k, v = qkv(8, 1, D)
@@ -88,4 +110,4 @@ def steps(report: Report, o: Options) -> None:
 
 
 if __name__ == "__main__":
-    run("projections", __doc__, calls, steps)
+    run("projections", __doc__, calls, short, steps)
