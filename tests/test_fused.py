@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from linattn import FeatureMap, State, backends, feature_maps, linear_attention
+from linattn import FeatureMap, State, attention, backends, feature_maps, linear_attention
 from linattn.backends import native
 
 RNG = np.random.default_rng(11)
@@ -477,3 +477,22 @@ def test_weights_are_converted_once():
     assert found.query_recipe(7) is not queries
     again = pickle.loads(pickle.dumps(found))
     assert again == found and again.recipe(7) is again.recipe(7)
+
+
+def test_calls_go_straight_to_the_core(found, monkeypatch):
+    """As those of a kernel do, without the checks that word errors; a name is as good as a map."""
+    q, k, v = rows()
+    wanted, state = linear_attention(q, k, v, found, causal=True, return_state=True)
+    long_road = attention._attention
+    monkeypatch.setattr(attention, "_attention", refuse)
+    np.testing.assert_array_equal(linear_attention(q, k, v, found, causal=True), wanted)
+    linear_attention(q, k, v, found, state=state)
+    if not found.learned and not found.positional:
+        by_name = linear_attention(q, k, v, found.name, causal=True, state=State.zeros(
+            2, found.width(7), 3, found.name))  # fmt: skip
+        np.testing.assert_array_equal(by_name, wanted)
+    monkeypatch.setattr(attention, "_attention", long_road)
+    with pytest.raises(ValueError, match="feature_map: expected one of"):
+        linear_attention(q, k, v, "no such map")
+    with pytest.raises(ValueError, match="q: expected as many features"):
+        linear_attention(q, k[..., :5], v, found)

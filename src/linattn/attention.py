@@ -23,7 +23,7 @@ Order = Literal["auto", "linear", "quadratic"]
 
 _INFINITY = float("inf")
 
-# Arguments that name a wholly fused map: one look-up decides whether a call can go straight on.
+# Arguments that name a kernel: one look-up decides whether a call can go straight on.
 _FUSED: dict[Any, FeatureMap] = {None: feature_maps.elu1}
 for _name in feature_maps.names():
     _FUSED[_name] = _FUSED[feature_maps.get(_name)] = feature_maps.get(_name)
@@ -198,17 +198,25 @@ def linear_attention(
     try:
         # Not a look at the map unless q is an array: torch.compile would hash all its fields.
         found = _FUSED.get(feature_map) if type(q) is ndarray else None
+        if found is None and type(q) is type(k) is ndarray:
+            if isinstance(feature_map, (str, FeatureMap)):
+                found = feature_maps.get(feature_map)
         if (
             found is not None
             and (eps is None or (type(eps) is float and 0.0 <= eps < _INFINITY))
             and (order != "quadratic" or not (causal or return_state or state is not None))
             and (
                 state is None
-                or (type(state) is State and state.feature_map is found and state.dtype is q.dtype)
+                or (
+                    type(state) is State
+                    and (state.feature_map is found or state.feature_map == found)
+                    and state.dtype is q.dtype
+                )
             )
+            and (whole := found.kernel if found.project is None else native.fused(found, k))
         ):
             result = native.attend(
-                q, k, v, found.kernel, found.eps if eps is None else eps, causal, key_mask,
+                q, k, v, whole, found.eps if eps is None else eps, causal, key_mask,
                 cu_seqlens, enable_gqa, normalize,
                 None if state is None else (state.kv, state.k_sum, state.log_scale),
                 return_state, order, out,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Callable
@@ -313,6 +314,7 @@ class Family(_Stated):
             cls.recipe = FeatureMap.recipe  # type: ignore[method-assign] # another's, if it had one
         if label:  # without one it is a base of families
             _FAMILIES[label] = cls
+            _parsed.cache_clear()
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -546,6 +548,7 @@ def get(feature_map: str | FeatureMap | Callable[[Array], Array] | None = None) 
     )
 
 
+@functools.lru_cache(maxsize=64)
 def _parsed(name: str) -> FeatureMap:
     """The map of a family: ``label`` or ``label(parameter=value, ...)`` with literal values."""
     label, given, named = said(name)

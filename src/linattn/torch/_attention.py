@@ -61,6 +61,8 @@ def linear_attention(
             grad = torch.is_grad_enabled()
             # Gradients of q, k and v alone have a short road too.
             wanted = grad and (q.requires_grad or k.requires_grad or v.requires_grad)
+            if found is None and not wanted and isinstance(feature_map, (str, FeatureMap)):
+                found = feature_maps.get(feature_map)
             if (
                 found is not None
                 and _plain(q, False)
@@ -73,13 +75,14 @@ def linear_attention(
                     state is None
                     or (
                         type(state) is TensorState
-                        and state.feature_map is found
+                        and (state.feature_map is found or state.feature_map == found)
                         and state.dtype is q.dtype
                         and state._plain(grad)
                     )
                 )
                 and (out is None or (_plain(out, grad) and not out.requires_grad and not wanted))
                 and not (wanted and isinstance(cu_seqlens, (list, tuple)))
+                and (whole := found.kernel if found.project is None else native.fused(found, k))
             ):
                 number = found.eps if eps is None else eps
                 sums = None if state is None else (state.kv, state.k_sum, state.log_scale)
@@ -90,7 +93,7 @@ def linear_attention(
                     )  # fmt: skip
                 else:
                     result = native.attend(
-                        q, k, v, found.kernel, number, causal, key_mask, cu_seqlens, enable_gqa,
+                        q, k, v, whole, number, causal, key_mask, cu_seqlens, enable_gqa,
                         normalize, sums, return_state, order, out,
                     )  # fmt: skip
                 if result is not None:
