@@ -191,6 +191,14 @@ MUTANTS = [
         ("tests/test_fused.py::test_every_verb_makes_them_inside",),
     ),
     Mutant(
+        "the quadratic order makes features of the first head",
+        "law 1, law 2",
+        "native/driver.cpp",
+        "note(kernels_.quadratic(layer_of(at), at.q,",
+        "note(kernels_.quadratic(p_.layer, at.q,",
+        ("tests/test_fused.py::test_weights_by_head",),
+    ),
+    Mutant(
         "features that are products count as an honest 0",
         "law 1",
         "native/query.h",
@@ -614,8 +622,8 @@ MUTANTS = [
         "the order is chosen the wrong way round",
         "fault 24",
         DRIVER,
-        "  return quadratic < linear;",
-        "  return linear < quadratic;",
+        "  return quadratic + again < linear;",
+        "  return linear < quadratic + again;",
         ("tests/test_plan.py::test_the_native_core_repeats_the_rule",),
     ),
     # -- the binding ------------------------------------------------------------------------------
