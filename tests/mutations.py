@@ -87,7 +87,7 @@ MUTANTS = [
         PROJECTED,
     ),
     Mutant(
-        "a projection's |x|^2 leaves out what is no whole vector",
+        "a projection's square of x leaves out what is no whole vector",
         "law 1, fault 10",
         "native/projection.h",
         "  if (c < count) {\n    const Vec<T> rest",

@@ -6,8 +6,9 @@
 
 A map here is two steps: an optional `project` (anything row by row, such as a matrix product),
 then an elementwise `kernel` out of the seven named below, which the backends apply block by
-block, so that phi(Q) and phi(K) never reach memory. A map without `project` is wholly fused; a
-plain callable is all `project`, with the identity as its kernel.
+block, so that phi(Q) and phi(K) never reach memory. A map without `project` is wholly fused, and
+most of the families below have a `recipe` by which the compiled core makes `project` in the same
+block; a plain callable is all `project`, with the identity as its kernel.
 
 The families, each a class with parameters: `softmax`; `favor`, `rfa`, `relu_random`,
 `performer_relu` (random features); `taylor`, `polynomial`, `polynomial_sketch` (powers of q . k);
