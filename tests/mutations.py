@@ -1,6 +1,6 @@
 """Breaks the sources in one place at a time and asks whether the tests see it.
 
-    python tests/mutations.py                 # every mutant: three quarters of an hour
+    python tests/mutations.py                 # every mutant: about an hour
     python tests/mutations.py prefix fault-30 # those whose name or subject has one of these words
     python tests/mutations.py --list          # what there is
 
