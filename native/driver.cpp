@@ -301,11 +301,10 @@ bool prefers_quadratic(const Problem& p) {
   const int64_t n_q = p.n_q / p.sequences, n_k = p.n_k / p.sequences;
   double again = 0;
   if (const Projection* projection = p.layer.projection) {
-    // Keys are projected for each block of queries anew, unless they are one block themselves, and with exp once more
+    // Unless keys are one block themselves, they are projected for each block of queries anew, and with exp once more
     // for their scales. What follows the product is worth some kPass of its operations a feature.
     constexpr int64_t kPass = 8;
-    const int64_t blocks = n_k <= kChunk ? 1 : (n_q + kChunk - 1) / kChunk;
-    const int64_t passes = groups * (blocks + (p.layer.map == Map::exp));
+    const int64_t passes = groups * (n_k <= kChunk ? 1 : (n_q + kChunk - 1) / kChunk + (p.layer.map == Map::exp));
     const int64_t product = projection->row ? projection->inputs * projection->columns : 0;
     again = static_cast<double>(passes - 1) * static_cast<double>(n_k) *
             static_cast<double>(product + kPass * p.layer.features);

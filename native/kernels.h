@@ -86,6 +86,23 @@ struct Projection {
 static inline int64_t z_columns(const Projection& p) { return p.mirrored ? 2 * p.columns : p.columns; }
 static inline int64_t spectrum_columns(const Projection& p) { return p.columns / p.times; }
 
+// D, of what the other fields say.
+static inline int64_t features_of(const Projection& p) {
+  switch (p.finish) {
+    case Finish::waves:
+    case Finish::turned:
+      return 2 * z_columns(p);
+    case Finish::neighbours:
+      return 2 * z_columns(p) * p.times;
+    case Finish::spectra:
+      return spectrum_columns(p);
+    case Finish::squares:
+      return spectrum_columns(p) * (spectrum_columns(p) + 1) / 2;
+    default:
+      return z_columns(p);
+  }
+}
+
 // What all rows of one call share.
 struct Layer {
   DType dtype;

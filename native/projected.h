@@ -122,11 +122,7 @@ class Projected {
         (has_spectra(p.finish) &&
          (p.mirrored || p.square != 0 || p.shift != 0 || weightless || p.columns % p.times != 0)))
       throw nb::value_error("projection: expected steps that fit one another");
-    p.features = z_columns(p);
-    if (p.finish == Finish::waves || p.finish == Finish::turned) p.features *= 2;
-    if (p.finish == Finish::neighbours) p.features *= 2 * p.times;
-    if (p.finish == Finish::spectra) p.features = spectrum_columns(p);
-    if (p.finish == Finish::squares) p.features = spectrum_columns(p) * (spectrum_columns(p) + 1) / 2;
+    p.features = features_of(p);
   }
 
   static bool numbers(Array& a, nb::handle from) {

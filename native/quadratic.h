@@ -82,7 +82,7 @@ static bool quadratic_of(const Layer& layer, View q, View k, View v, MaskView ma
     const int64_t count = mask.data ? read_mask(mask, c0, keys, kept) : keys;
     if (count == 0) return false;
     if (layer.map == Map::exp) {
-      raw_rows(layer, k, c0, keys, phi_k, layer.projection, room);
+      if (n_k > kChunk) raw_rows(layer, k, c0, keys, phi_k, layer.projection, room);  // else they still lie there
       exp_keys(layer, ready.scale, phi_k, keys);
     } else {
       map_block(layer, k, c0, keys, phi_k, layer.projection, room);

@@ -302,11 +302,7 @@ void test_room(const char* name, const Functions<T>& f) {
           p.inputs = inputs;
           p.columns = !weights ? inputs : has_spectra(p.finish) ? columns * p.times : columns;
           p.square = has_spectra(p.finish) ? 0 : 0.5;
-          p.features = z_columns(p);
-          if (p.finish == Finish::waves || p.finish == Finish::turned) p.features *= 2;
-          if (p.finish == Finish::neighbours) p.features *= 2 * p.times;
-          if (p.finish == Finish::spectra) p.features = columns;
-          if (p.finish == Finish::squares) p.features = columns * (columns + 1) / 2;
+          p.features = features_of(p);
           const int64_t rows = 1 + turn % 3;
           p.angles = rows;
           p.row = (p.columns + 15) / 16 * 16;
